@@ -27,11 +27,13 @@ APPROXIMATE = (
 )
 
 
-class _Frozen(BaseModel):
+class Frozen(BaseModel):
+    """Base of immutable, strictly validated records."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class Measured(_Frozen):
+class Measured(Frozen):
     """A contract check on sample prompts; see `passes.engine.validate.Check`."""
 
     error: float
@@ -40,7 +42,7 @@ class Measured(_Frozen):
     width_error: float | None = None
 
 
-class PassLine(_Frozen):
+class PassLine(Frozen):
     """One pass. matches: their number. nodes_before / after: numbers of calls of ops. check: None
     without validation. remarks: notes for the user."""
 
@@ -55,7 +57,7 @@ class PassLine(_Frozen):
     remarks: tuple[str, ...] = ()
 
 
-class Report(_Frozen):
+class Report(Frozen):
     """The report of `optimize`. Prints as a table; `model_dump_json()` gives JSON.
 
     trace_seconds: of the frontend. weight_bytes_before / after: size of all weights. generates: the

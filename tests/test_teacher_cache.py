@@ -124,7 +124,8 @@ def test_moments_lie_where_their_parameters_do() -> None:
         made = [torch.nn.Parameter(torch.ones(size, device=device)) for size in (2, 3)]
         optimizer = torch.optim.AdamW(made[::-1])
         if device == elsewhere:
-            checkpoint.restore_moments(optimizer, names, made, kept)
+            weights = dict(zip(names, made, strict=True))
+            checkpoint.restore(optimizer, names, made, weights, kept)
         else:
             for parameter in made:
                 parameter.grad = torch.ones_like(parameter)

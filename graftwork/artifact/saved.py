@@ -22,7 +22,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from ..backends.target import Target
 from ..ir import (
@@ -53,7 +53,7 @@ from ..ir.support.scratch import replacing
 from ..ir.text.lexer import MAX_BYTES
 from ..ir.text.parser import parse_program
 from ..ir.weights import open_safetensors
-from ..report import Report, plain_record
+from ..report import Frozen, Report, plain_record
 from .destinations import check_above
 from .shards import SHARD_BYTES, write_weights
 
@@ -70,11 +70,7 @@ _AGAIN = "copy the artifact again, or save it again"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class FileEntry(_Frozen):
+class FileEntry(Frozen):
     """A file of the artifact: its role, size in bytes, and sha256 in hex."""
 
     role: Literal["program", "weights", "asset"]
@@ -82,7 +78,7 @@ class FileEntry(_Frozen):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
-class RecordEntry(_Frozen):
+class RecordEntry(Frozen):
     """A `PassRecord` as JSON; the program's text contains it as well."""
 
     name: str
@@ -92,7 +88,7 @@ class RecordEntry(_Frozen):
     seconds: float
 
 
-class Manifest(_Frozen):
+class Manifest(Frozen):
     """The contents of manifest.json. files: by file name."""
 
     format: Literal["graftwork-artifact"]
@@ -105,7 +101,7 @@ class Manifest(_Frozen):
     files: dict[str, FileEntry]
 
 
-class Saved(_Frozen):
+class Saved(Frozen):
     """A loaded artifact."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -167,7 +163,9 @@ def load(folder: str | Path) -> Saved:
 
 def _load(folder: Path) -> Saved:
     manifest = _read_manifest(folder)
-    names = {role: _with_role(manifest, role) for role in ("program", "weights", "asset")}
+    names: dict[str, list[str]] = {"program": [], "weights": [], "asset": []}
+    for name, entry in manifest.files.items():
+        names[entry.role].append(name)
     with contextlib.ExitStack() as stack:
         # Each file is opened once, so the checked contents are used.
         opened = {name: _opened(folder, name, entry) for name, entry in manifest.files.items()}
@@ -331,10 +329,6 @@ def _opened(folder: Path, name: str, entry: FileEntry) -> BufferedReader:
             f"{path} is damaged: {size} bytes, the manifest says {entry.bytes}; {_AGAIN}"
         )
     raise InputError(f"{path} is damaged: its sha256 is not the manifest's; {_AGAIN}")
-
-
-def _with_role(manifest: Manifest, role: str) -> list[str]:
-    return [name for name, entry in manifest.files.items() if entry.role == role]
 
 
 def _open_weights(files: Mapping[Path, BufferedReader]) -> WeightStore:

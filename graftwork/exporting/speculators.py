@@ -1,4 +1,4 @@
-"""Trained EAGLE-3 drafts for vLLM, as its ``speculators`` library writes them.
+"""Export of trained EAGLE-3 drafts for vLLM, in the layout of its ``speculators`` library.
 
 A folder of ``config.json`` and ``model.safetensors``: ``fc``, ``layers.0.*``, ``norm``, ``lm_head``
 and ``embed_tokens``; for a draft vocabulary ``d2t`` (offsets, i64[D]) and ``t2d`` (bool[V]).
@@ -23,15 +23,10 @@ PARTS = ("self_attn.q_proj", "mlp.gate_proj")
 
 
 def export_speculators(program: Program, folder: Path, target: str = "") -> Path:
-    """Write a trained EAGLE-3 draft for vLLM. The folder must not exist or be empty.
-
-    target: name or path of the target model, as written to the configuration; empty: the program's
-    name.
-
-    Errors: `InputError` if the program has no such draft, or one that the layout cannot represent:
-    quantized weights, a number of target layers other than three, another rotary embedding than
-    llama's.
-    """
+    """Write a trained EAGLE-3 draft for vLLM. target: name or path of the target model in the
+    configuration; default: the program's name. Errors: `InputError` if the program has no such
+    draft, or one that the layout cannot represent: quantized weights, other than three target
+    layers, another rotary embedding than llama's."""
     draft = find_draft(program, CachedDraft, "EAGLE-3 drafts are cached(function='eagle3', ...)")
     if draft.function != "eagle3" or draft.output is None:
         raise InputError(f"the program drafts with {draft}; expected an EAGLE-3 draft")
@@ -144,7 +139,7 @@ def rope_base(program: Program, fn: Function, dim: int) -> float:
     if not plain or node.kwargs.get("interleaved"):
         raise InputError(
             f"the draft's rotary embedding turns {2 * len(rates)} of {dim} channels by "
-            f"{[round(float(rate), 4) for rate in rates[:4]]}... a position; vLLM's layout can say "
-            f"base^(-2i / {dim}) for all of them, in halves, only"
+            f"{[round(float(rate), 4) for rate in rates[:4]]}... a position; vLLM's layout has "
+            f"base^(-2i / {dim}) for all of them, in halves"
         )
     return float(f"{base:.5g}")

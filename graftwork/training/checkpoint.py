@@ -107,13 +107,17 @@ def moments(
     }
 
 
-def restore_moments(
+def restore(
     optimizer: torch.optim.Optimizer,
     names: Sequence[str],
     parameters: Sequence[torch.Tensor],
+    weights: Mapping[str, torch.Tensor],
     kept: Mapping[str, torch.Tensor],
 ) -> None:
-    """Restore an optimizer's state from `moments`."""
+    """Restore named parameters from weights, and an optimizer's state from `moments`."""
+    with torch.no_grad():
+        for name, parameter in zip(names, parameters, strict=True):
+            parameter.copy_(weights[name])
     places = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     place = {name: places.index(id(p)) for name, p in zip(names, parameters, strict=True)}
     state: dict[int, dict[str, torch.Tensor]] = {at: {} for at in place.values()}

@@ -186,10 +186,7 @@ class _Training:
                 f"{self.out / STATE} belongs to another model or objective: {state.options}; "
                 f"expected {self.mark}"
             )
-        with torch.no_grad():
-            for name, parameter in zip(net.trained, net.parameters, strict=True):
-                parameter.copy_(weights[name])
-        checkpoint.restore_moments(optimizer, net.trained, net.parameters, moments)
+        checkpoint.restore(optimizer, net.trained, net.parameters, weights, moments)
         return state
 
     def _save(self, optimizer: torch.optim.Optimizer, state: checkpoint.Progress) -> None:

@@ -329,10 +329,7 @@ class _Fit:
             raise InputError(
                 f"{self.out} belongs to another recipe: {missing[0]} is in one of them only"
             )
-        with torch.no_grad():
-            for name in net.trained:
-                net.tensors[name].copy_(heads[name])
-        checkpoint.restore_moments(optimizer, net.trained, net.parameters, moments)
+        checkpoint.restore(optimizer, net.trained, net.parameters, heads, moments)
         return state
 
     def _save(self, net: Net, optimizer: torch.optim.Optimizer, state: checkpoint.Progress) -> None:

@@ -175,7 +175,7 @@ def _idle(plan: DecodePlan) -> Iterator[str]:
                 yield f"{record.slot}={record.brief} is never asked: nothing drafts"
     growing = [leaf for leaf in draft.leaves if leaf.grows]
     if tree != DEFAULT.tree and not growing:
-        yield f"tree={tree.brief} is never followed: {who} says itself what its drafts look like"
+        yield f"tree={tree.brief} is never followed: {who} decides the shape of its drafts itself"
     if length.by_level and not growing:
         yield f"length={length.brief} is never asked: {who} predicts nothing level by level"
     if verify.siblings and (not tree.samples or tree.chain):

@@ -32,6 +32,9 @@ READ_WINDOWS = (
 )
 """Ops that select the valid rows of a window."""
 
+FUNCTION_FIELDS = ("function", "functions", "entry", "chain", "plain", "prefill", "head")
+"""Fields of records that name functions."""
+
 
 def verify_plan(program: Program) -> None:
     """Check plan and facts of a program whose functions are valid. Errors: `VerifyError`."""
@@ -141,7 +144,7 @@ def _keeps_latest(function: Function, user: torch.fx.Node, held: Latest) -> bool
     if user.op == "output" or user.target in READ_WINDOWS:
         return True
     if function.role is Role.UPKEEP and held.budget:
-        return True  # `_check_upkeep` says what it may write
+        return True  # see `_check_upkeep`
     if user.target is not G.cache_write.default:
         return False
     place: Any = user.args[2]
@@ -186,13 +189,7 @@ def _check_names(program: Program, part: Record) -> None:
     """Fields of these names refer to existing functions, outputs, states and weights."""
     functions = set(program.functions)
     known: dict[str, Collection[str]] = {
-        "function": functions,
-        "functions": functions,
-        "entry": functions,
-        "chain": functions,
-        "plain": functions,
-        "prefill": functions,
-        "head": functions,
+        **dict.fromkeys(FUNCTION_FIELDS, functions),
         "output": set(program.step.outputs),
         "state": set(program.states),
         "weight": set(program.weights),

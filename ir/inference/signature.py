@@ -13,31 +13,20 @@ import torch
 
 from ..types import Sym, TensorType, type_text
 
-_PLAIN: dict[str, tuple[type, ...]] = {
-    "TensorType": (TensorType, int, float, Sym),  # torch makes tensors of numbers: ``mul(x, 2)``
-    "NumberType": (int, float, Sym),
-    "IntType": (int,),
-    "SymIntType": (int, Sym),
-    "FloatType": (int, float),
-    "BoolType": (bool,),
-    "StringType": (str,),
-    "ScalarTypeType": (torch.dtype,),
-    "DeviceObjType": (torch.device,),
-    "LayoutType": (torch.layout,),
-    "MemoryFormatType": (torch.memory_format,),
-}
-_WORDS = {
-    "TensorType": "a tensor",
-    "NumberType": "a number",
-    "IntType": "an integer",
-    "SymIntType": "a size",
-    "FloatType": "a number",
-    "BoolType": "True or False",
-    "StringType": "a string",
-    "ScalarTypeType": "a dtype",
-    "DeviceObjType": "a device",
-    "LayoutType": "a layout",
-    "MemoryFormatType": "a memory format",
+# By the kind of a schema's type: types of arguments, and words for messages.
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    # Torch makes tensors of numbers: ``mul(x, 2)``.
+    "TensorType": ((TensorType, int, float, Sym), "a tensor"),
+    "NumberType": ((int, float, Sym), "a number"),
+    "IntType": ((int,), "an integer"),
+    "SymIntType": ((int, Sym), "a size"),
+    "FloatType": ((int, float), "a number"),
+    "BoolType": ((bool,), "True or False"),
+    "StringType": ((str,), "a string"),
+    "ScalarTypeType": ((torch.dtype,), "a dtype"),
+    "DeviceObjType": ((torch.device,), "a device"),
+    "LayoutType": ((torch.layout,), "a layout"),
+    "MemoryFormatType": ((torch.memory_format,), "a memory format"),
 }
 
 
@@ -92,7 +81,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return single or (isinstance(value, list) and all(_fits(v, inner) for v in value))
     if isinstance(value, bool):
         return name in ("BoolType", "NumberType", "TensorType")
-    return isinstance(value, _PLAIN.get(name, ()))
+    return name in _KINDS and isinstance(value, _KINDS[name][0])
 
 
 def _words(kind: Any) -> str:
@@ -101,7 +90,7 @@ def _words(kind: Any) -> str:
         return f"{_words(kind.getElementType())} or None"
     if name == "ListType":
         return f"a list ({_words(kind.getElementType())} each)"
-    return _WORDS.get(name, f"a {name}, which programs cannot hold")
+    return _KINDS[name][1] if name in _KINDS else f"a {name}, which programs cannot hold"
 
 
 def _shown(value: Any) -> str:

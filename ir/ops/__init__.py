@@ -80,10 +80,9 @@ class OpDef:
     @property
     def row(self) -> str:
         """The op's row in docs/ops.md: name, declaration, and first paragraph of its docstring."""
-        said = self.operands.replace(", also", "").replace("also ", "").replace("|", "\\|")
-        return (
-            f"| `{self.name}` | `{said}` | {' '.join(self.doc.partition(chr(10) * 2)[0].split())} |"
-        )
+        text = self.operands.replace(", also", "").replace("also ", "").replace("|", "\\|")
+        first = " ".join(self.doc.partition("\n\n")[0].split())
+        return f"| `{self.name}` | `{text}` | {first} |"
 
 
 _LIBRARY = torch.library.Library("graftwork", "FRAGMENT")

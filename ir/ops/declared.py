@@ -13,7 +13,7 @@ Before the arrow, in the order in which they are checked:
                       all. Default: `float`, or that of the operand whose shape it has.
                       Operands that are None are not checked.
     H % G             H is a multiple of G, and G at least 1.
-    C >= 1            C is at least 1.
+    C >= 1            The size C, or an option, is at least 1.
     P = N - 1         A size, by letters and arguments.
     also              The function of this name is called here, and else last.
 
@@ -99,7 +99,7 @@ def declare(text: str, meaning: Callable[..., Any], also: Also | None) -> Declar
         f"_also(_given, {', '.join(asked)})" if item == "also" else _check(item, required, operands)
         for item in items
     ]
-    made = [_result(item, items, required[0]) for item in results.split(", ")]
+    empty = [_result(item, items, required[0]) for item in results.split(", ")]
     plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     loose = [p.replace(kind=p.POSITIONAL_OR_KEYWORD, default=_default(p)) for p in plain]
     source = _SOURCE.format(
@@ -110,13 +110,14 @@ def declare(text: str, meaning: Callable[..., Any], also: Also | None) -> Declar
         passed=", ".join(
             f"{p.name}={p.name}" if p.kind == p.KEYWORD_ONLY else p.name for p in plain
         ),
-        results=made[0] if len(made) == 1 else f"({', '.join(made)})",
+        results=empty[0] if len(empty) == 1 else f"({', '.join(empty)})",
         signature=inspect.Signature(plain),
     )
     space: dict[str, Any] = {}
     exec(compile(source, f"<graftwork.{meaning.__name__}>", "exec"), globals(), space)
-    said = tuple(items), tuple(results.split(", "))
-    return Declared(schema, tuple(signature.parameters), *said, *space["make"](meaning, also))
+    made = space["make"](meaning, also)
+    parsed = tuple(items), tuple(results.split(", "))
+    return Declared(schema, tuple(signature.parameters), *parsed, *made)
 
 
 def _check_names(op: str, text: str, arguments: list[str]) -> None:
@@ -154,7 +155,9 @@ def _check(item: str, required: list[str], operands: str) -> str:
         axis, _, of = item.partition(" % ")
         return f"_given.multiple({axis!r}, {of!r})"
     if item.endswith(" >= 1"):
-        return f"_given.at_least_one({item[0]!r})"
+        name = item.removesuffix(" >= 1")
+        size = name.isupper()
+        return f"_given.positive({name!r}, {_size(name) if size else name})"
     if " = " in item:
         letter, _, size = item.partition(" = ")
         return f"{_size(letter)} = {re.sub('[A-Z]', lambda found: _size(found[0]), size)}"

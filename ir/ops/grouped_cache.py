@@ -213,15 +213,9 @@ def _join_samples() -> Iterator[Sample]:
     yield given, {"residual": 4, "block": 2}
 
 
-def _check_join(given: Operands, residual: int, block: int) -> None:
-    if residual < 1 or block < 1:
-        raise InputError(f"{given.op}: residual={residual}, block={block}; expected at least 1")
-
-
 @op(
-    "stored: BGCD, recent: BGRD, past: i64 B -> recent stored",
+    "stored: BGCD, recent: BGRD, past: i64 B, residual >= 1, block >= 1 -> recent stored",
     samples=_join_samples,
-    also=_check_join,
 )
 def join_rows(stored: Tensor, recent: Tensor, past: Tensor, *, residual: int, block: int) -> Tensor:
     """All rows of a text in order: the dequantized ones, then the latest.
@@ -248,15 +242,9 @@ def _store_samples() -> Iterator[Sample]:
     yield (cache, codes, torch.tensor([8, 0, 4])), {"after": 4, "each": 2}
 
 
-def _check_store(given: Operands, after: int, each: int) -> None:
-    if after < 1 or each < 1:
-        raise InputError(f"{given.op}: after={after}, each={each}; expected at least 1")
-
-
 @op(
-    "cache: float|u8 BGCD, new: float|u8 BGTD, past: i64 B -> cache",
+    "cache: float|u8 BGCD, new: float|u8 BGTD, past: i64 B, after >= 1, each >= 1 -> cache",
     samples=_store_samples,
-    also=_check_store,
 )
 def store_rows(cache: Tensor, new: Tensor, past: Tensor, *, after: int, each: int = 1) -> Tensor:
     """Write rows to a cache from the text's row past - after on.

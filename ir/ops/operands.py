@@ -62,14 +62,14 @@ class Operands:
         missing = [name for name, tensor in tensors.items() if tensor is None]
         raise InputError(f"{self.op}: {missing[0]} is missing")
 
-    def at_least_one(self, axis: str) -> None:
-        """Check that a size is not 0."""
-        if self.sizes[axis] < 1:
-            raise InputError(f"{self.op}: {axis} must be at least 1; {self.known()}")
+    def positive(self, name: str, value: int | None) -> None:
+        """Check that a size or an option, if given, is at least 1."""
+        if value is not None and value < 1:
+            raise InputError(f"{self.op}: {name} must be at least 1, got {value}; {self.known()}")
 
     def multiple(self, axis: str, of: str) -> None:
         """Check that a size is a multiple of another, which is not 0."""
-        self.at_least_one(of)
+        self.positive(of, self.sizes[of])
         if self.sizes[axis] % self.sizes[of] != 0:
             raise InputError(f"{self.op}: {axis} must be a multiple of {of}; {self.known()}")
 

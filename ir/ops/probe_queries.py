@@ -83,12 +83,7 @@ def _probe_samples() -> Iterator[Sample]:
     yield (torch.ones(1, 2, 3, 4),), {"block": 3}
 
 
-def _check_block(given: Operands, block: int) -> None:
-    if block < 1:
-        raise InputError(f"{given.op}: expected block >= 1, got {block}")
-
-
-@op("queries: BHWD -> f32 BH1D", samples=_probe_samples, also=_check_block)
+@op("queries: BHWD, block >= 1 -> f32 BH1D", samples=_probe_samples)
 def probe_query(queries: Tensor, *, block: int) -> Tensor:
     """One query for a block: the mean of its queries, weighted by the squared distance from their
     plain mean.

@@ -36,15 +36,17 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.round(wide / scale), scale
 
 
-def _check_sizes(given: Operands, columns: int, bits: int, group: int) -> None:
-    """Set the sizes of rows of K values: bytes P and groups G. Errors: `InputError`."""
+def check_sizes(given: Operands, columns: int, bits: int, group: int, axes: str = "KPG") -> None:
+    """Set the sizes of rows: columns, bytes and groups, by the letters `axes`. Errors:
+    `InputError`."""
     check_bits(bits)
     if group < 1 or columns % group or columns * bits % 8:
         raise InputError(
-            f"{given.op}: K={columns} must be a multiple of group={group} and fill whole bytes "
-            f"with {bits} bits a value"
+            f"{given.op}: {axes[0]}={columns} must be a multiple of group={group} and fill whole "
+            f"bytes with {bits} bits a value"
         )
-    given.sizes.update(K=columns, P=columns * bits // 8, G=columns // group)
+    sizes = columns, columns * bits // 8, columns // group
+    given.sizes |= {axes[0]: sizes[0], axes[1]: sizes[1], axes[2]: sizes[2]}
 
 
 def _stored(rows: int, columns: int, bits: int, group: int, affine: bool) -> tuple[Tensor, ...]:
@@ -85,7 +87,7 @@ def _check_stored(
 ) -> None:
     """Check a stored weight's operands; sizes K, P and G are set. pairs: allow values in pairs and
     several codebooks."""
-    given.at_least_one("K")
+    given.positive("K", given.sizes["K"])
     given.fit("weight", weight, "NP", torch.uint8)
     given.fit("scale", scale, "NG", half_or_float(scale))
     given.fit("offset", offset, "NG", half_or_float(offset))
@@ -118,7 +120,7 @@ def _check_linear(
     bits: int,
     group: int,
 ) -> None:
-    _check_sizes(given, given.sizes["K"], bits, group)
+    check_sizes(given, given.sizes["K"], bits, group)
     _check_stored(given, weight, scale, offset, codebook, bits, pairs=True)
 
 
@@ -228,7 +230,7 @@ def _check_embedding(
     bits: int,
     group: int,
 ) -> None:
-    _check_sizes(given, scale.shape[-1] * group, bits, group)
+    check_sizes(given, scale.shape[-1] * group, bits, group)
     _check_stored(given, weight, scale, offset, codebook, bits)
     if ids.dtype not in (torch.int32, torch.int64):
         raise InputError(f"{given.op}: ids must be i64 or i32, got {ids.dtype}")

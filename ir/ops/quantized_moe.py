@@ -17,7 +17,7 @@ from .mlp import check_activation
 from .moe import gated
 from .numerics import Numeric, check_bits
 from .operands import Operands
-from .quantized import half_or_float, quantized_linear
+from .quantized import check_sizes, half_or_float, quantized_linear
 
 
 def _stacks(experts: int, rows: int, columns: int, numeric: Numeric) -> tuple[Tensor | None, ...]:
@@ -49,18 +49,14 @@ def _fit_stack(
 ) -> None:
     """Check weight, scale and offset of a stack. axes: letters of experts, rows and columns, and of
     bytes and groups of a row."""
-    experts, rows, inner, packed, groups = tuple(axes)
+    outer, inner, packed, groups = axes[:2], *axes[2:]
     weight, scale, offset = stack
-    columns = given.sizes.setdefault(inner, weight.shape[-1] * 8 // bits)
-    if group < 1 or columns % group or columns * bits % 8:
-        raise InputError(
-            f"{given.op}: {inner}={columns} must be a multiple of group={group} and fill whole "
-            f"bytes with {bits} bits a value"
-        )
-    given.sizes |= {packed: columns * bits // 8, groups: columns // group}
-    given.fit(name, weight, experts + rows + packed, torch.uint8)
-    given.fit(f"{name}_scale", scale, experts + rows + groups, half_or_float(scale))
-    given.fit(f"{name}_offset", offset, experts + rows + groups, half_or_float(offset))
+    check_bits(bits)
+    columns = given.sizes.get(inner, weight.shape[-1] * 8 // bits)
+    check_sizes(given, columns, bits, group, axes[2:])
+    given.fit(name, weight, outer + packed, torch.uint8)
+    given.fit(f"{name}_scale", scale, outer + groups, half_or_float(scale))
+    given.fit(f"{name}_offset", offset, outer + groups, half_or_float(offset))
 
 
 def _check_experts(
@@ -72,7 +68,6 @@ def _check_experts(
     bits: int,
     group: int,
 ) -> None:
-    check_bits(bits)
     given.fit("x", x, "NK" if x.dim() == 2 else "NCK")
     _fit_stack(given, "weight", (weight, scale, offset), bits, group, "ERKPU")
 
@@ -142,7 +137,6 @@ def _check(
     down_group: int,
     alpha: float | None,
 ) -> None:
-    check_bits(bits)
     if alpha is None:
         check_activation(activation)
     _fit_stack(given, "gate_up", (gate_up, gate_up_scale, gate_up_offset), bits, group, "EGHPU")

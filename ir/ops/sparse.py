@@ -49,15 +49,9 @@ def _top_samples() -> Iterator[Sample]:
     yield (q, k, mask), {"rows": 12, "scale": 0.3, "softcap": 2.0}
 
 
-def _check_top(given: Operands, rows: int) -> None:
-    if rows < 1:
-        raise InputError(f"{given.op}: expected rows >= 1, got {rows}")
-
-
 @op(
-    "q: BHTD, k: BGCD, mask: bool B1TC, H % G, N = rows -> i64 BHTN",
+    "q: BHTD, k: BGCD, mask: bool B1TC, H % G, rows >= 1, N = rows -> i64 BHTN",
     samples=_top_samples,
-    also=_check_top,
 )
 def top_rows(
     q: Tensor, k: Tensor, mask: Tensor, *, rows: int, scale: float, softcap: float | None = None

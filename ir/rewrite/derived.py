@@ -12,14 +12,13 @@ import torch
 import torch.fx
 from torch.fx.node import map_aggregate
 
-from ..execution.interpret import run
 from ..function import Function, cone, type_of
-from ..program import ModelInfo, Program
 from ..support.errors import InputError
 from ..text.parser import parse_function
 from ..text.printer import function_text
 from ..types import TensorType
 from ..weights import Call, Weight, WeightStore, derivation, derive
+from .subgraph import evaluate
 
 
 def evaluated_piece(name: str, node: torch.fx.Node, weights: Mapping[str, Weight]) -> Weight:
@@ -63,12 +62,10 @@ def tabulated(
 def _run(
     text: str, tensors: Sequence[torch.Tensor], inputs: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    store = WeightStore({f"w{i}": Weight.of(f"w{i}", tensor) for i, tensor in enumerate(tensors)})
-    fn = parse_function(text, store)
-    info = ModelInfo("piece", vocab_size=0, context=0)
-    program = Program("piece", {fn.name: fn}, store, info)
+    named = {f"w{i}": tensor for i, tensor in enumerate(tensors)}
+    types = WeightStore({name: Weight.of(name, tensor) for name, tensor in named.items()})
     try:
-        return run(program, fn.name, inputs)["value"]
+        return evaluate(parse_function(text, types), named, inputs)["value"]
     except (IndexError, RuntimeError) as error:  # raised by torch for weights that are too short
         raise InputError(f"weights cannot be made of others: {error}") from error
 

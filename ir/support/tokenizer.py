@@ -71,5 +71,5 @@ def refusing(
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # an interrupt, or the end of the process
         named = "" if type(error) in _PLAIN else f"{type(error).__name__}: "
-        said = named + " ".join(str(error).split())[:300]
-        raise kind(f"{before}: {said}{after}") from error
+        message = named + " ".join(str(error).split())[:300]
+        raise kind(f"{before}: {message}{after}") from error

@@ -134,8 +134,8 @@ class Parser:
         if self.info is not None:
             self.cursor.fail("one info line")
         _, values = self.record("info")
-        said = {f.name: values.pop(f.name) for f in fields(Defaults) if f.name in values}
-        defaults = self.build(Defaults, said, start)
+        given = {f.name: values.pop(f.name) for f in fields(Defaults) if f.name in values}
+        defaults = self.build(Defaults, given, start)
         self.info = self.build(ModelInfo, {"defaults": defaults, **values}, start)
         self.cursor.end_line()
 
