@@ -23,7 +23,7 @@ from .data.prompts import Prompts, as_ids, check_seed, sample_prompts, validatio
 from .exporting.exports import Exports
 from .frontends.generation import Known, nobody
 from .ir import GraftworkError, GraftworkWarning, InputError, Program
-from .ir.execution.executable import Executable, KernelUse, Memory
+from .ir.execution.executable import Executable
 from .ir.support.files import plain_path
 from .ir.support.threads import traces
 from .ir.support.tokenizer import read_tokenizer
@@ -221,20 +221,9 @@ class Model(Exports):
             object.__setattr__(self, "report", self.report.of(weakref.ref(self)))
 
     @property
-    def _made(self) -> Executable | None:
+    def compiled(self) -> Executable | None:
         """The executable if it is compiled."""
         return self.__dict__.get(_COMPILED)
-
-    def kernels(self) -> tuple[KernelUse, ...]:
-        """See `Report.kernels`."""
-        return () if self._made is None else self._made.kernels()
-
-    def memory(self) -> Memory:
-        """See `Report.memory`."""
-        if self._made is None:
-            return Memory(weight_bytes(self.program), 0, 0)
-        memory = self._made.memory()
-        return memory._replace(caches=memory.caches + Conversations.of(self._made).nbytes)
 
     @property
     def executable(self) -> Executable:
@@ -243,10 +232,10 @@ class Model(Exports):
         Errors: `InputError` if the device is missing or a weight holds NaN; `UnsupportedError`
         naming an op that the backend cannot lower.
         """
-        return self._made or self._compiled()
+        return self.compiled or self._compile()
 
     @traces
-    def _compiled(self) -> Executable:
+    def _compile(self) -> Executable:
         if _COMPILED not in self.__dict__:
             self.__dict__[_COMPILED] = compile_for(checked(self.program), self.target)
         made: Executable = self.__dict__[_COMPILED]
@@ -287,7 +276,7 @@ class Model(Exports):
             )
         given: Any = named if input_ids is None else input_ids
         ids = given if wanted == FEATURES else as_ids(given)
-        if self._made is None:
+        if self.compiled is None:
             check_request(ids, options, self.program)  # before compiling, which is slow
         return generate(self.executable, ids, **options)
 
@@ -306,7 +295,7 @@ class Model(Exports):
 
     def cache_bytes(self) -> int:
         """Current bytes of the state buffers; 0 before the first generation."""
-        return 0 if self._made is None else self._made.state_bytes()
+        return 0 if self.compiled is None else self.compiled.state_bytes()
 
     def forget(self, *, learnt: bool = True) -> None:
         """Drop cached texts of earlier calls.
@@ -315,8 +304,8 @@ class Model(Exports):
         prompt that begins with one runs only the rest. learnt: also reset adaptive drafters and
         policies (recycling tables, n-gram searches, thresholds).
         """
-        if self._made is not None:
-            forget(self._made, learnt=learnt)
+        if self.compiled is not None:
+            forget(self.compiled, learnt=learnt)
 
     def keep(self, megabytes: float) -> None:
         """Set the memory for cached texts of earlier calls, besides prefixes of `load_prefix`;

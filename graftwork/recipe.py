@@ -15,8 +15,7 @@ A recipe file::
       - {pass: quantize_weights, options: {embedding: true}, optional: true}
 
 A pass of the extended recipe keeps its place; options given here override its own. The n-th entry
-of a repeatable pass (`Pass.repeatable`) overrides the extended recipe's n-th. Unknown names are
-errors with file and line.
+of a repeatable pass (`Pass.repeatable`) overrides the extended recipe's n-th.
 
     >>> Recipe.load("baseline").name
     'baseline'
@@ -235,8 +234,7 @@ def _find(source: str | Path) -> Path:
     text = str(source)
     if isinstance(source, Path) or text.endswith((".yaml", ".yml")) or "/" in text:
         return plain_path("recipe", source)
-    known = _known()
-    if text not in known:
+    if text not in (known := _known()):
         raise InputError(
             f"no recipe is called {text!r}{_near(text, known)}; there are "
             f"{', '.join(sorted(known))}. A recipe of your own is a path that ends in .yaml"
@@ -273,12 +271,12 @@ class _Reader:
         base = self.base(below)
         recipe = Recipe(
             name=name,
-            title=self.text("title") or (base.title if base else ""),
+            title=self.text("title") or base.title,
             paper=self.text("paper"),
             differs=self.text("differs"),
-            needs=self.needs(base),
-            extends=base.name if base else "",
-            passes=self.passes(base.passes if base else ()),
+            needs=self.needs(base.needs),
+            extends=base.name,
+            passes=self.passes(base.passes),
         )
         self.check_contract(recipe)
         return recipe
@@ -294,11 +292,11 @@ class _Reader:
             raise self.error((key,), f"{key}: expected text, got {value!r}")
         return value
 
-    def base(self, below: tuple[Path, ...]) -> Recipe | None:
-        """The extended recipe, if any."""
+    def base(self, below: tuple[Path, ...]) -> Recipe:
+        """The extended recipe; an empty one if there is none."""
         name = self.text("extends")
         if not name:
-            return None
+            return Recipe("")
         try:
             return _read(self.beside(name) or _find(name), below)
         except InputError as error:
@@ -313,7 +311,7 @@ class _Reader:
         path = self.folder / f"{name}.yaml"
         return path if self.folder == _folder() and path.is_file() else None
 
-    def needs(self, base: Recipe | None) -> tuple[str, ...]:
+    def needs(self, base: tuple[str, ...]) -> tuple[str, ...]:
         """The document's needs and the base's."""
         given = self.document.data.get("needs", [])
         if not isinstance(given, list):
@@ -322,7 +320,7 @@ class _Reader:
             if need not in NEEDS:
                 known = ", ".join(NEEDS)
                 raise self.error(("needs", i), f"unknown need {need!r}; known are {known}")
-        return tuple(dict.fromkeys([*(base.needs if base else ()), *given]))
+        return tuple(dict.fromkeys([*base, *given]))
 
     def passes(self, base: tuple[Use, ...]) -> tuple[Use, ...]:
         """The base's passes, overridden and extended by the document's; all are checked."""

@@ -18,6 +18,7 @@ from .ir.execution.executable import KernelUse, Memory
 from .ir.text.printer import fields_of
 from .passes.engine.base import Contract
 from .passes.engine.manager import PassReport
+from .runtime.cache.conversations import Conversations
 
 if TYPE_CHECKING:
     from .model import Model
@@ -86,14 +87,17 @@ class Report(Frozen):
         """Kernels of products, look-ups and experts with quantized weights, in functions that are
         compiled."""
         model = self._model()
-        return () if model is None else model.kernels()
+        return () if model is None or model.compiled is None else model.compiled.kernels()
 
     def memory(self) -> Memory:
         """Current bytes of weights, caches and compiled code; before the first run, of the stored
         weights. Errors: `InputError` if the model was deleted."""
         if (model := self._model()) is None:
             raise InputError("report: the memory is unknown, because the model was deleted")
-        return model.memory()
+        if (executable := model.compiled) is None:
+            return Memory(weight_bytes(model.program), 0, 0)
+        memory = executable.memory()
+        return memory._replace(caches=memory.caches + Conversations.of(executable).nbytes)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Report) and self.model_dump() == other.model_dump()

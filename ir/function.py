@@ -9,7 +9,7 @@ sizes in arguments are `Sym`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -21,7 +21,7 @@ from .inference.infer import infer, inferred
 from .inference.signature import placed
 from .support.errors import GraftworkError
 from .support.names import check_name
-from .types import Sym, TensorType, ValueType
+from .types import TensorType, ValueType
 from .weights import Weight
 
 
@@ -156,29 +156,6 @@ class Function:
             mapping[node] = graph.node_copy(node, lambda n: mapping[n])
         return Function(self.name, graph, self.role)
 
-    def beyond(self, values: Mapping[str, torch.fx.Node], wanted: Sequence[str]) -> Function:
-        """The rest of the function: computes the `wanted` outputs from some values.
-
-        values: nodes of this function, by the names of inputs that replace them. Other inputs that
-        are still needed stay inputs.
-        """
-        given = {node: name for name, node in values.items()}
-        outputs = {name: self.outputs[name] for name in wanted}
-        needed = cone(outputs.values(), given)
-        rest = Function(f"{self.name}.beyond", role=self.role)
-        mapping: dict[torch.fx.Node, torch.fx.Node] = {}
-        for node in self.inputs:
-            if node in needed and node not in given:
-                mapping[node] = rest.graph.node_copy(node)
-        for node, name in given.items():
-            if node in needed:
-                mapping[node] = rest.add_input(name, type_of(node))
-        for node in self:
-            if node in needed and node not in mapping:
-                mapping[node] = rest.graph.node_copy(node, lambda n: mapping[n])
-        rest.set_outputs({name: mapping[node] for name, node in outputs.items()})
-        return rest
-
     def add_input(self, name: str, type: TensorType) -> torch.fx.Node:
         """A new placeholder after the existing ones. Errors: `InputError` for an invalid name."""
         check_name(f"{self.name}: an input", name)
@@ -239,11 +216,6 @@ class Function:
                 node.meta["type"] = after
                 changed.append((node, before, after))
         return changed
-
-    def symbols(self) -> set[str]:
-        """Names of symbols in the types of inputs."""
-        dims = [dim for node in self.inputs for dim in type_of(node).dims]
-        return set().union(*(d.symbols for d in dims if isinstance(d, Sym)), set())
 
 
 def _short_name(target: Any) -> str | None:

@@ -158,3 +158,9 @@ def programs(draw: Any, stage: str = "canonical", blocks: int = 8) -> Program:
     """A random program of up to `blocks` blocks."""
     count = draw(st.integers(1, blocks))
     return Maker(draw).program(stage, count)
+
+
+def symbols_of(fn: Function) -> set[str]:
+    """Names of symbols in the types of a function's inputs."""
+    dims = [dim for node in fn.inputs for dim in type_of(node).dims]
+    return set().union(*(dim.symbols for dim in dims if isinstance(dim, Sym)), set())

@@ -23,6 +23,7 @@ from archs import (
     logits_of,
     tokens_and_positions,
 )
+from graphs import symbols_of
 from selection import rarely
 
 import graftwork as gw
@@ -79,7 +80,7 @@ def _check_structure(program: Program, arch: Arch) -> None:
         assert site.module and site.layer is not None and site.line.startswith("modeling_")
     logits = type_of(step.outputs["logits"])
     assert logits == TensorType(torch.float32, (Sym("B"), Sym("T"), 128))
-    assert step.symbols() == {"B", "T"}
+    assert symbols_of(step) == {"B", "T"}
     assert program.stage == "traced" and program.info.vocab_size == 128
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from feeds import step_inputs
+from graphs import symbols_of
 from handmade import Shape, cached_llama, llama
 
 from graftwork.ir import (
@@ -96,7 +97,7 @@ def test_sizes_are_read_off_the_inputs() -> None:
 def test_functions_say_what_they_have() -> None:
     program = llama(SHAPE)
     fn = program.function("step")
-    assert fn.symbols() == {"B", "T"} and not fn.has_input("past")
+    assert symbols_of(fn) == {"B", "T"} and not fn.has_input("past")
     with pytest.raises(GraftworkError, match="step has no input 'past'; it has tokens, positions"):
         fn.input("past")
     with pytest.raises(GraftworkError, match=r"no function 'draft'; the program has \['step'\]"):

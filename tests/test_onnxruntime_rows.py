@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import symbols_of
 from onnxruntime_helpers import call_in_session, function_of, run_session
 from torch.utils._pytree import tree_leaves
 
@@ -308,7 +309,7 @@ def test_row_means_what_torch_means(case: int, tmp_path: Path) -> None:
     wanted = list(want) if isinstance(want, (tuple, list)) else [want]
     needs = {s for a in tree_leaves((args, kwargs)) if isinstance(a, Sym) for s in a.symbols}
     fn, feeds = function_of(target, args, kwargs, SYMBOLS)
-    missing = {name: size for size, name in SYMBOLS.items() if name in needs - fn.symbols()}
+    missing = {name: size for size, name in SYMBOLS.items() if name in needs - symbols_of(fn)}
     for name, size in missing.items():
         fn.add_input(f"size_{name}", TensorType(I64, (Sym(name),)))
         feeds[f"size_{name}"] = torch.zeros(size, dtype=I64)

@@ -13,6 +13,7 @@ from tiny import tiny_llama
 
 from graftwork.ir import UnsupportedError
 from graftwork.ir.plan import DraftRecord, HeadsDraft, RecurrentDraft
+from graftwork.ir.rewrite.subgraph import beyond
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.training import FitState, checkpoint, fit
@@ -48,9 +49,9 @@ def test_logits_come_from_the_kept_states(drafter: object) -> None:
 def test_the_rest_of_a_function_takes_what_is_known() -> None:
     step = tiny_llama().function("step")
     logits = step.outputs["logits"]
-    rest = step.beyond({"known": logits}, ("logits",))
+    rest = beyond(step, {"known": logits}, ("logits",))
     assert [str(node.target) for node in rest.inputs] == ["known"] and not rest.calls()
-    assert step.beyond({}, ("logits",)).has_input("tokens")
+    assert beyond(step, {}, ("logits",)).has_input("tokens")
 
 
 def test_each_window_is_used_once_before_one_comes_again(tmp_path: Path) -> None:

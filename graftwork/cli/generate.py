@@ -65,7 +65,6 @@ def generate(
     text = _text(prompt, file)
 
     def known(info: ModelInfo, assets: Mapping[str, Path], room: bool) -> None:
-        """Check the request against a model's files, before tracing."""
         sampled = keywords.get("do_sample", info.defaults.do_sample)
         _require(not shapes or bool(sampled), _NEED_TEMPERATURE)
         if room and "tokenizer.json" in assets:

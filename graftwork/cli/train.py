@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,7 +54,7 @@ def train(
     check_above(folder / "heads")
     if data is not None:
         check_documents(data)
-    with training_progress(err) as update:
+    with training_progress(err) as update, _interruptible(folder):
         made = optimize(
             model,
             chosen,
@@ -60,25 +62,21 @@ def train(
             data=data if chosen.reads_text else None,
             progress=lambda what: update(FitState(what, 0.0)),
         )
-        try:
-            fitted = fit(
-                made,
-                data,
-                out=folder,
-                resume=resume,
-                progress=update,
-                minutes=minutes,
-                steps=steps,
-                batch=batch,
-                window=window,
-                passes=passes,
-                rate=rate,
-                own=own,
-                seed=seed,
-            )
-        except KeyboardInterrupt:
-            err.print(_interrupted(folder), markup=False, soft_wrap=True)
-            raise typer.Exit(130) from None
+        fitted = fit(
+            made,
+            data,
+            out=folder,
+            resume=resume,
+            progress=update,
+            minutes=minutes,
+            steps=steps,
+            batch=batch,
+            window=window,
+            passes=passes,
+            rate=rate,
+            own=own,
+            seed=seed,
+        )
     out.print(_summary(fitted, folder), markup=False, soft_wrap=True)
 
 
@@ -99,10 +97,16 @@ def _summary(fitted: Fitted, folder: Path) -> str:
     )
 
 
-def _interrupted(folder: Path) -> str:
-    """The message after an interrupt."""
+@contextmanager
+def _interruptible(folder: Path) -> Iterator[None]:
+    """Exit on Ctrl-C with a message that says whether training can be resumed."""
     from ..training.checkpoint import STATE
 
-    if (folder / STATE).is_file():
-        return f"interrupted; {folder} holds a checkpoint: go on from it with --resume"
-    return f"interrupted before the first checkpoint; {folder} holds no weights yet"
+    try:
+        yield
+    except KeyboardInterrupt:
+        text = f"interrupted before the first checkpoint; {folder} holds no weights yet"
+        if (folder / STATE).is_file():
+            text = f"interrupted; {folder} holds a checkpoint: go on from it with --resume"
+        err.print(text, markup=False, soft_wrap=True)
+        raise typer.Exit(130) from None

@@ -32,7 +32,7 @@ import torch.fx
 import torch.nn.functional as F
 
 from ..ir import Function, InputError, Program, Sym, TensorType, UnsupportedError, type_of
-from ..ir.rewrite.subgraph import tables_of
+from ..ir.rewrite.subgraph import beyond, tables_of
 from .net import Net
 
 A, G = torch.ops.aten, torch.ops.graftwork
@@ -130,7 +130,7 @@ class ExitTrainer:
         tables = tables_of(step)
         trained = [name for name in sorted(step.weights) if name in parameters - tables]
         self.net = Net(program, trained, device)
-        self.head = step.beyond({"hidden": step.calls(G.hidden.default)[-1]}, ("logits",))
+        self.head = beyond(step, {"hidden": step.calls(G.hidden.default)[-1]}, ("logits",))
         self.body = with_dropout(step)
 
     def loss(self, tokens: torch.Tensor, step: int, share: float, seed: int) -> Losses:

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from ..ir import Function, UnsupportedError, type_of
 from ..ir.execution.analysis import dominating_chain
+from ..ir.rewrite.subgraph import beyond
 from ..ir.support.scratch import replacing_file
 from .net import Net
 
@@ -55,7 +56,7 @@ class Teacher:
         if not known:
             copied = {node.name: node for node in self.step}
             self.step.set_outputs({**self.step.outputs, WAIST: copied[waist.name]})
-        self.rest = step.beyond({self.waist: waist}, ("logits",))
+        self.rest = beyond(step, {self.waist: waist}, ("logits",))
         self.kept = tuple(dict.fromkeys((*self.taps, self.waist)))
 
     def states(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -80,7 +81,7 @@ def _waist(step: Function, taps: set[torch.fx.Node]) -> torch.fx.Node:
     found = []
     for node in reversed(dominating_chain(step)[1:-1]):
         if not isinstance(node.meta["type"], tuple) and isinstance(type_of(node).dims[-1], int):
-            rest = step.beyond({WAIST: node}, ("logits",))
+            rest = beyond(step, {WAIST: node}, ("logits",))
             if {str(i.target) for i in rest.inputs} - {WAIST, "select"}:
                 break
             found.append(node)

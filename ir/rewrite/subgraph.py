@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch.fx
 from torch.fx.node import map_aggregate
 
 from ..execution.interpret import run
-from ..function import Function, cone, site_of
+from ..function import Function, cone, site_of, type_of
 from ..program import ModelInfo, Program
 from ..types import Sym
 from ..weights import Weight, WeightStore
@@ -65,6 +65,27 @@ def extract(fn: Function, outputs: Mapping[str, torch.fx.Node]) -> Function:
     piece = Function("piece", graph)
     piece.set_outputs({name: copies[node] for name, node in outputs.items()})
     return piece
+
+
+def beyond(fn: Function, values: Mapping[str, torch.fx.Node], wanted: Sequence[str]) -> Function:
+    """The rest of a function: computes the `wanted` outputs from some values. values: nodes, by the
+    names of inputs that replace them. Other inputs that are still needed stay inputs."""
+    given = {node: name for name, node in values.items()}
+    outputs = {name: fn.outputs[name] for name in wanted}
+    needed = cone(outputs.values(), given)
+    rest = Function(f"{fn.name}.beyond", role=fn.role)
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in fn.inputs:
+        if node in needed and node not in given:
+            copies[node] = rest.graph.node_copy(node)
+    for node, name in given.items():
+        if node in needed:
+            copies[node] = rest.add_input(name, type_of(node))
+    for node in fn:
+        if node in needed and node not in copies:
+            copies[node] = rest.graph.node_copy(node, lambda n: copies[n])
+    rest.set_outputs({name: copies[node] for name, node in outputs.items()})
+    return rest
 
 
 def evaluate(

@@ -43,6 +43,7 @@ from pydantic import Field
 from ...ir import Dim, Function, Program, TensorType, Weight, run, type_of
 from ...ir.plan import NoSource, Predicted, Whole
 from ...ir.rewrite.cleanup import sweep
+from ...ir.rewrite.subgraph import beyond
 from ..engine.base import Effect, Evidence, Outcome, register
 from ..engine.feed import empty_inputs
 from .cached_rows import CachedRows, Written, written
@@ -204,7 +205,7 @@ def _predicting(
             made = _as_heads(fn, fn.call(A.linear.default, inputs, *maps), node)
             user.replace_input_with(node, made)
     states = [name for name in fn.outputs if name in program.states]
-    kept = fn.beyond({}, states)
+    kept = beyond(fn, {}, states)
     return Function(PREDICT, kept.graph, program.step.role)
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.fx
 
 from ...ir import Function, arguments, cone
+from ...ir.rewrite.subgraph import beyond
 
 G = torch.ops.graftwork
 
@@ -74,7 +75,7 @@ def blocks_of(fn: Function, products: Collection[torch.fx.Node]) -> list[Block]:
                 taps[tap] = (*taps.get(tap, ()), node)
         left = tuple(known[i + 1]) if i < last else ()
         asked = (*taps, *(name for names in mixtures.values() for name in names))
-        steps = copied.beyond(known[i], asked), copied.beyond(known[i], left)
+        steps = beyond(copied, known[i], asked), beyond(copied, known[i], left)
         made.append(Block(f"block {i + 1} of {last + 1}", taps, mixtures, *steps))
     return made
 

@@ -2,13 +2,13 @@
 
 const USAGE = `Runs a plan folder with onnxruntime-node: one sequence, greedy. A port of run.py.
 
-plan.schema.json describes plan.json. One cycle serves all kinds: draft, step, verify, commit.
+plan.schema.json describes plan.json. Each cycle: draft, step, verify, commit.
 
     npm install onnxruntime-node
-    node run.js FOLDER 1,2,3 32        # a prompt's, or a source's, token ids, and how many more
-    node run.js FOLDER sound.f32 32    # a source that is no text: its features, raw float32`;
+    node run.js FOLDER 1,2,3 32        # token ids of a prompt or source, number of new tokens
+    node run.js FOLDER sound.f32 32    # features of a source, raw float32`;
 
-if (require.main === module && process.argv.length !== 5) {  // before what may not be installed
+if (require.main === module && process.argv.length !== 5) {  // before imports that may fail
   const asked = process.argv.includes("-h") || process.argv.includes("--help");
   (asked ? console.log : console.error)(USAGE);
   process.exit(asked ? 0 : 2);
@@ -45,7 +45,7 @@ const longs = (values, dims) => new ort.Tensor("int64", BigInt64Array.from(value
 // The dims in a type such as f32[B,T,64].
 const dimsOf = (type) => type.slice(type.indexOf("[") + 1, -1).split(",");
 
-// A draft whose nodes follow one another: tokens, and each one's parent (-1: the text).
+// A chain draft: tokens, and the parent of each (-1: the text).
 const chain = (tokens) => [tokens, range(tokens.length, -1)];
 
 // Columns from..to of a value [1,T,...].
@@ -55,39 +55,39 @@ function columns(tensor, from, to) {
   return new ort.Tensor(tensor.type, data, [1, to - from, ...tensor.dims.slice(2)]);
 }
 
-// What plan.json says, if it is what was written and this runner knows all of it.
+// Read and check plan.json.
 function readPlan(file) {
   const text = fs.readFileSync(file, "utf8");
-  const said = JSON.parse(text);
-  if (said.format !== "graftwork-plan" || said.version !== 1) {
+  const plan = JSON.parse(text);
+  if (plan.format !== "graftwork-plan" || plan.version !== 1) {
     throw new Error("expected a plan.json of format graftwork-plan, version 1");
   }
-  for (const [slot, kind] of said.requires.map((entry) => entry.split(":"))) {
+  for (const [slot, kind] of plan.requires.map((entry) => entry.split(":"))) {
     if (Object.hasOwn(KNOWN, slot) && KNOWN[slot].includes(kind)) continue;
-    throw new Error(`this runner does not know ${slot}=${kind}; ${said.instead}`);
+    throw new Error(`this runner does not know ${slot}=${kind}; ${plan.instead}`);
   }
   // The hash of a file in which zeros stand for it.
-  const zeroed = text.replace(said.sha256, "0".repeat(64));
-  if (crypto.createHash("sha256").update(zeroed).digest("hex") !== said.sha256) {
+  const zeroed = text.replace(plan.sha256, "0".repeat(64));
+  if (crypto.createHash("sha256").update(zeroed).digest("hex") !== plan.sha256) {
     throw new Error(`${file} is damaged: its sha256 is another; export it again`);
   }
-  for (const { variants } of Object.values(said.functions)) {
+  for (const { variants } of Object.values(plan.functions)) {
     for (const variant of Object.values(variants)) {
       if (/^[0-9]+\.[a-z]+\.onnx$/.test(variant.file)) continue;
       throw new Error(`${file} names ${variant.file}, no file of this folder`);
     }
   }
-  return said;
+  return plan;
 }
 
 class Runner {
   constructor(folder, threads = 1) {
     this.folder = folder;
-    this.said = readPlan(path.join(folder, "plan.json"));
-    this.model = this.said.model;
-    this.functions = this.said.functions;
-    this.plan = this.said.plan;
-    this.parts = this.said.step.decode;
+    this.file = readPlan(path.join(folder, "plan.json"));
+    this.model = this.file.model;
+    this.functions = this.file.functions;
+    this.plan = this.file.plan;
+    this.parts = this.file.step.decode;
     this.layers = this.parts.map((name) => this.functions[name].layers);
     const levels = this.plan.draft.levels ?? 0;
     this.levels = Math.min(this.plan.tree.depth ?? levels, levels);
@@ -98,22 +98,22 @@ class Runner {
     this.steps = 0;
   }
 
-  // A function's session in a variant, what plan.json says of it, and which one it is.
+  // A function's session, its entry in plan.json, and its variant.
   async session(name, asked) {
-    const said = this.functions[name].variants;
-    const variant = [asked, "chain", "batch"].find((kind) => kind in said);
+    const variants = this.functions[name].variants;
+    const variant = [asked, "chain", "batch"].find((kind) => kind in variants);
     const key = `${name}/${variant}`;
-    const file = path.join(this.folder, said[variant].file);
+    const file = path.join(this.folder, variants[variant].file);
     this.sessions[key] ??= await ort.InferenceSession.create(file, this.options);
-    return [this.sessions[key], said[variant], variant];
+    return [this.sessions[key], variants[variant], variant];
   }
 
-  // New states, with `rows` rows for a text and `source` for what it is written from: where each is
-  // read, and where its next value is written.
+  // Allocate states with `rows` rows for a text and `source` rows for its source: each with the
+  // value that is read, and the next one.
   reserve(rows, source) {
-    const log = Math.max(this.said.step.most_columns - 1, 1); // a step's first token is certain
+    const log = Math.max(this.file.step.most_columns - 1, 1); // a step's first token is certain
     const sizes = { B: 1, E: source, W: log };
-    for (const [name, state] of Object.entries(this.said.states)) {
+    for (const [name, state] of Object.entries(this.file.states)) {
       const [array, type] = ARRAYS[state.type.slice(0, state.type.indexOf("["))];
       const names = dimsOf(state.type);
       const dims = names.map((d) => (/^[0-9]+$/.test(d) ? Number(d) : sizes[d] ?? rows));
@@ -125,12 +125,12 @@ class Runner {
     }
   }
 
-  // Outputs of a function behind `past` rows; its states change.
+  // Run a function after `past` rows; updates its states.
   async call(name, inputs, fetch, past = 0, ancestors = null) {
     let width = Object.values(inputs)[0].dims[1];
     const twice = width === 1 && this.functions[name].lone_token === "twice";
     if (twice) {
-      // Kernels add a lone token up in another order.
+      // Kernels for one token sum in another order.
       const double = (t) =>
         new ort.Tensor(t.type, t.data.constructor.from([...t.data, ...t.data]), [1, 2, ...t.dims.slice(2)]);
       inputs = Object.fromEntries(
@@ -141,7 +141,7 @@ class Runner {
       );
       width = 2;
     }
-    const [session, said, variant] = await this.session(name, ancestors ? "tree" : "chain");
+    const [session, entry, variant] = await this.session(name, ancestors ? "tree" : "chain");
     const mask = ancestors ?? range(width).map((i) => range(width).map((j) => j <= i));
     const given = {
       ...inputs,
@@ -155,21 +155,21 @@ class Runner {
       ),
     };
     const feeds = {};
-    for (const key of Object.keys(said.inputs)) feeds[key] = this.states[key]?.value ?? given[key];
-    const wanted = fetch.filter((key) => key in said.outputs);
+    for (const key of Object.keys(entry.inputs)) feeds[key] = this.states[key]?.value ?? given[key];
+    const wanted = fetch.filter((key) => key in entry.outputs);
     const fetches = Object.fromEntries(wanted.map((key) => [key, null]));
     for (const [key, state] of Object.entries(this.states)) {
-      if (`${key}.next` in said.outputs) fetches[`${key}.next`] = state.next;
+      if (`${key}.next` in entry.outputs) fetches[`${key}.next`] = state.next;
     }
     const made = await session.run(feeds, fetches);
     for (const [key, state] of Object.entries(this.states)) {
-      if (`${key}.next` in said.outputs) [state.value, state.next] = [state.next, state.value];
+      if (`${key}.next` in entry.outputs) [state.value, state.next] = [state.next, state.value];
     }
     const first = (t) => (twice && t.dims[1] === 2 ? columns(t, 0, 1) : t);
     return Object.fromEntries(wanted.map((key) => [key, first(made[key])]));
   }
 
-  // Have the states hold what is made of a source: token ids, or features (`most` rows).
+  // Encode a source into the states: token ids, or features (`most` rows).
   async encode(name, source, most) {
     const given = (await this.session(name, "chain"))[1].inputs;
     let [first, rows] = [null, source.length];
@@ -183,8 +183,8 @@ class Runner {
     await this.call(name, { ...first, lengths: longs([rows], [1]) }, []);
   }
 
-  // Run the functions of a step on tokens behind `past` rows. chosen: whose logits count. certain:
-  // how many of the tokens will not be taken back.
+  // Run the functions of a step on tokens after `past` rows. chosen: columns with logits. certain:
+  // number of tokens that are final.
   async step(functions, tokens, past, fetch, chosen = null, tree = null, certain = 1) {
     const width = tokens.length;
     const depths = range(width).map((i) => (tree ? sum(tree[i].map(Number)) - 1 : i));
@@ -202,7 +202,7 @@ class Runner {
     return outputs;
   }
 
-  // Drafts behind a text, for `room` tokens at most: see `chain`.
+  // A draft of at most `room` tokens: see `chain`.
   async draft(text, room) {
     return this[`draft_${this.plan.draft.kind}`](text, room);
   }
@@ -211,27 +211,27 @@ class Runner {
     return chain([]);
   }
 
-  // Copy what followed the most recent of the longest earlier matches of the text's end.
+  // Copy the tokens after the most recent of the longest earlier matches of the text's suffix.
   draft_suffix(own, room) {
-    const said = this.plan.draft;
+    const record = this.plan.draft;
     const text = [...this.readable, ...own];
     let [best, at] = [0, 0];
-    for (let end = text.length - 1; end > 0 && best < said.longest; end--) {
+    for (let end = text.length - 1; end > 0 && best < record.longest; end--) {
       let size = 0;
-      const most = Math.min(end, said.longest);
+      const most = Math.min(end, record.longest);
       while (size < most && text[end - 1 - size] === text[text.length - 1 - size]) size++;
       if (size > best) [best, at] = [size, end];
     }
-    if (best < Math.max(said.shortest, 1)) return chain([]);
+    if (best < Math.max(record.shortest, 1)) return chain([]);
     const copied = text.slice(at);
-    return chain(range(Math.min(room, said.tokens)).map((i) => copied[i % copied.length]));
+    return chain(range(Math.min(room, record.tokens)).map((i) => copied[i % copied.length]));
   }
 
-  // The nodes of the plan's tree: the candidate of that rank of each depth's head.
+  // The plan's tree, filled with the candidates of each depth's head by rank.
   async draft_heads(text, room) {
     const hidden = columns(this.out.hidden, this.column, this.column + 1);
-    const said = this.plan.draft;
-    const made = (await this.call(said.function, { hidden }, ["draft_tokens"])).draft_tokens;
+    const record = this.plan.draft;
+    const made = (await this.call(record.function, { hidden }, ["draft_tokens"])).draft_tokens;
     const [, , heads, ranks] = made.dims;
     const paths = this.paths.filter((p) => p.length <= Math.min(room, heads));
     const place = new Map([["", -1], ...paths.map((p, index) => [p.join(), index])]);
@@ -241,38 +241,38 @@ class Runner {
     ];
   }
 
-  // The step has made it, if it follows the last token that was kept.
+  // Made by the step; valid if it follows the last accepted token.
   draft_fused(text, room) {
     const made = Array.from(this.out.drafted.data, Number);
     return chain(made[0] === this.column ? made.slice(1, 1 + room) : []);
   }
 
-  // The first layers draft token by token; verification goes on where they stopped.
+  // The first layers draft token by token; verification continues from their states.
   async draft_exit(text, room) {
-    const said = this.plan.draft;
+    const record = this.plan.draft;
     const tokens = [text[text.length - 1]];
-    this.done = 1 + this.layers.findIndex((_, i) => sum(this.layers.slice(0, i + 1)) >= said.exit);
+    this.done = 1 + this.layers.findIndex((_, i) => sum(this.layers.slice(0, i + 1)) >= record.exit);
     for (let i = 0; i <= Math.min(room, this.levels); i++) {
       const last = tokens.slice(-1);
       const first = this.parts.slice(0, this.done);
-      const out = await this.step(first, last, text.length - 1 + i, [said.output]);
-      const hidden = { hidden: out[said.output] };
-      const made = await this.call(said.function, hidden, ["draft_tokens"]);
+      const out = await this.step(first, last, text.length - 1 + i, [record.output]);
+      const hidden = { hidden: out[record.output] };
+      const made = await this.call(record.function, hidden, ["draft_tokens"]);
       tokens.push(Number(made.draft_tokens.data[0]));
     }
     return chain(tokens.slice(1, -1));
   }
 
-  // The functions of a step: all, or the first and as many of the last as layers may run.
+  // The functions of a step: all, or the first and as many of the last as the budget of layers.
   depth(place) {
-    const said = this.plan.depth;
+    const record = this.plan.depth;
     const sizes = this.layers.slice(0, -1);
-    if (said.kind === "full") return this.parts.slice(this.done);
-    const most = said.most || sum(sizes);
+    if (record.kind === "full") return this.parts.slice(this.done);
+    const most = record.most || sum(sizes);
     const budget =
-      said.kind === "decay"
-        ? Math.max(Math.trunc(sum(sizes) * said.alpha ** place), said.least)
-        : Math.trunc(most - (most - said.least) * Math.min(place / said.tokens, 1));
+      record.kind === "decay"
+        ? Math.max(Math.trunc(sum(sizes) * record.alpha ** place), record.least)
+        : Math.trunc(most - (most - record.least) * Math.min(place / record.tokens, 1));
     let [left, last] = [budget - sizes[0], 0];
     while (last < sizes.length - 1 && sizes[sizes.length - 1 - last] <= left) {
       left -= sizes[sizes.length - 1 - last++];
@@ -280,7 +280,7 @@ class Runner {
     return [this.parts[0], ...this.parts.slice(this.parts.length - 1 - last)];
   }
 
-  // Accepted rows of the last step move together; a log begins behind its first one.
+  // Compact the accepted rows of the last step; logs begin after its first row.
   commit(past, path) {
     for (const { value, axis, rows } of Object.values(this.states)) {
       if (axis === null || rows === "E") continue;
@@ -297,7 +297,7 @@ class Runner {
     }
   }
 
-  // The likeliest token behind each column of the last step, of those that may come.
+  // The most likely token after each column of the last step, except suppressed ones.
   best(never) {
     if (!never.length) return Array.from(this.out.argmax.data, Number);
     const { data, dims } = this.out.logits;
@@ -308,8 +308,8 @@ class Runner {
     });
   }
 
-  // A text to go on with, and the length at which it ends; states have room for it. Where texts
-  // are written from a source, that is the prompt.
+  // The initial text and its maximum length; allocates states. With an encoder, the prompt is the
+  // source.
   async begun(prompt, count, begin) {
     const { function: encoder, most, vocabulary, start } = this.plan.source;
     const context = this.model.context;
@@ -327,16 +327,16 @@ class Runner {
       throw new Error(`expected a prompt of 1 to ${context - 1} tokens, got ${text.length}`);
     }
     const limit = Math.min(text.length + count, context);
-    this.reserve(limit + this.said.overhang, rows);
+    this.reserve(limit + this.file.overhang, rows);
     if (encoder) await this.encode(encoder, prompt, most);
     return [text, limit];
   }
 
-  // The tokens after a prompt: `count`, or up to one of `eos`, or to the context's end. begin: what
-  // a text begins with that is written from a source; the plan says what is usual.
+  // The tokens after a prompt: `count`, or up to one of `eos` or the context's end. begin: initial
+  // tokens of a text with a source; default: the plan's.
   async generate(prompt, count, eos = this.model.eos, begin = null) {
     const rules = this.model.generation;
-    const { chunk, prompt: functions } = this.said.step;
+    const { chunk, prompt: functions } = this.file.step;
     const [text, limit] = await this.begun(prompt, count, begin);
     const [first, never] = [text.length, rules.suppress_tokens ?? []];
     const fetch = ["argmax", "drafted", "hidden"];

@@ -1,15 +1,15 @@
-"""Runs a plan folder with plain onnxruntime and numpy: one sequence, greedy. To be ported.
+"""Runs a plan folder with onnxruntime and numpy: one sequence, greedy. A reference for ports.
 
-One cycle serves all kinds: draft, step, verify, commit. plan_functions.py runs the functions.
+Each cycle: draft, step, verify, commit. plan_functions.py runs the functions.
 
-    python run.py FOLDER 1,2,3 32        # a prompt's, or a source's, token ids, and how many more
-    python run.py FOLDER sound.f32 32    # a source that is no text: its features, raw float32
+    python run.py FOLDER 1,2,3 32        # token ids of a prompt or source, number of new tokens
+    python run.py FOLDER sound.f32 32    # features of a source, raw float32
 """
 
 import pathlib
 import sys
 
-if __name__ == "__main__" and len(sys.argv) != 4:  # before what may not be installed
+if __name__ == "__main__" and len(sys.argv) != 4:  # before imports that may fail
     asked = not {"-h", "--help"}.isdisjoint(sys.argv)
     print(__doc__.strip(), file=sys.stdout if asked else sys.stderr)
     sys.exit(0 if asked else 2)
@@ -21,26 +21,26 @@ from plan_functions import Functions, refusing
 
 
 def chain(tokens):
-    """A draft whose nodes follow one another: tokens, and each one's parent (-1: the text)."""
+    """A chain draft: tokens, and the parent of each (-1: the text)."""
     return list(tokens), list(range(-1, len(tokens) - 1))
 
 
 class Runner:
     def __init__(self, folder, threads=1, share=False):
         self.functions = Functions(folder, threads, share)
-        said = self.functions.said
-        self.model, self.plan, self.said = said["model"], said["plan"], said["step"]
-        self.parts, self.steps = self.said["decode"], 0
-        self.layers = [said["functions"][name]["layers"] for name in self.parts]
+        plan = self.functions.plan
+        self.model, self.plan, self.calls = plan["model"], plan["plan"], plan["step"]
+        self.parts, self.steps = self.calls["decode"], 0
+        self.layers = [plan["functions"][name]["layers"] for name in self.parts]
         self.draft = getattr(self, "draft_" + self.plan["draft"]["kind"])
         self.levels = min(self.plan["tree"].get("depth") or 99, self.plan["draft"].get("levels", 0))
         self.rules = self.model["generation"]
         paths = self.plan["tree"].get("paths") or [[0] * (d + 1) for d in range(self.levels)]
-        self.paths, self.overhang = list(map(tuple, paths)), said["overhang"]
+        self.paths, self.overhang = list(map(tuple, paths)), plan["overhang"]
 
     def step(self, functions, tokens, past, fetch, chosen=None, tree=None, certain=1):
-        """Run the functions of a step on tokens behind `past` rows. chosen: whose logits count.
-        certain: how many of the tokens will not be taken back."""
+        """Run the functions of a step on tokens after `past` rows. chosen: columns with logits.
+        certain: number of tokens that are final."""
         width = len(tokens)
         depths = np.arange(width) if tree is None else tree.sum(1) - 1
         chosen = np.arange(width) if chosen is None else np.array(chosen)
@@ -51,28 +51,28 @@ class Runner:
             outputs |= self.functions.call(name, inputs, fetch, past, mask)
         return outputs
 
-    # Drafts behind a text, for `room` tokens at most: see `chain`.
+    # Drafts of at most `room` tokens: see `chain`.
 
     def draft_none(self, text, room):
         return chain([])
 
     def draft_suffix(self, text, room):
-        """Copy what followed the most recent of the longest earlier matches of the text's end."""
-        said, text = self.plan["draft"], np.array(self.readable + text)
+        """Copy the tokens after the most recent of the longest earlier matches of the suffix."""
+        record, text = self.plan["draft"], np.array(self.readable + text)
         end = np.arange(1, len(text))
         size, same = np.zeros(len(end), int), np.ones(len(end), bool)
-        for back in range(min(said["longest"], len(end))):
+        for back in range(min(record["longest"], len(end))):
             same &= (end > back) & (text[end - 1 - back] == text[-1 - back])
             if not same.any():
                 break
             size += same
-        if not len(end) or size.max() < said["shortest"]:
+        if not len(end) or size.max() < record["shortest"]:
             return chain([])
         copied = text[len(end) - size[::-1].argmax() :]
-        return chain(np.resize(copied, min(room, said["tokens"])).tolist())
+        return chain(np.resize(copied, min(room, record["tokens"])).tolist())
 
     def draft_heads(self, text, room):
-        """The nodes of the plan's tree: the candidate of that rank of each depth's head."""
+        """The plan's tree, filled with the candidates of each depth's head by rank."""
         hidden = {"hidden": self.out["hidden"][:, self.column : self.column + 1]}
         name = self.plan["draft"]["function"]
         made = self.functions.call(name, hidden, ["draft_tokens"])["draft_tokens"][0, 0]
@@ -81,44 +81,44 @@ class Runner:
         return [int(made[len(p) - 1, p[-1]]) for p in paths], [place[p[:-1]] for p in paths]
 
     def draft_fused(self, text, room):
-        """The step has made it, if it follows the last token that was kept."""
+        """Made by the step; valid if it follows the last accepted token."""
         made = self.out["drafted"][0].tolist()
         return chain(made[1:][:room] if made[0] == self.column else [])
 
     def draft_exit(self, text, room):
-        """The first layers draft token by token; verification goes on where they stopped."""
-        said, tokens, count = self.plan["draft"], [text[-1]], max(min(room, self.levels), 0)
-        self.done = 1 + int(np.searchsorted(np.cumsum(self.layers), said["exit"]))
+        """The first layers draft token by token; verification continues from their states."""
+        record, tokens, count = self.plan["draft"], [text[-1]], max(min(room, self.levels), 0)
+        self.done = 1 + int(np.searchsorted(np.cumsum(self.layers), record["exit"]))
         for place in range(len(text) - 1, len(text) + count):
-            out = self.step(self.parts[: self.done], tokens[-1:], place, [said["output"]])
-            hidden = {"hidden": out[said["output"]]}
-            out = self.functions.call(said["function"], hidden, ["draft_tokens"])
+            out = self.step(self.parts[: self.done], tokens[-1:], place, [record["output"]])
+            hidden = {"hidden": out[record["output"]]}
+            out = self.functions.call(record["function"], hidden, ["draft_tokens"])
             tokens.append(int(out["draft_tokens"].flat[0]))
         return chain(tokens[1:-1])
 
     def depth(self, place):
-        """The functions of a step: all, or the first and as many of the last as layers may run."""
-        said, sizes = self.plan["depth"], self.layers[:-1]
-        if said["kind"] == "full":
+        """The functions of a step: all, or the first and as many of the last as the budget."""
+        record, sizes = self.plan["depth"], self.layers[:-1]
+        if record["kind"] == "full":
             return self.parts[self.done :]
-        if said["kind"] == "decay":
-            budget = max(int(sum(sizes) * said["alpha"] ** place), said["least"])
+        if record["kind"] == "decay":
+            budget = max(int(sum(sizes) * record["alpha"] ** place), record["least"])
         else:
-            most = said["most"] or sum(sizes)
-            budget = int(most - (most - said["least"]) * min(place / said["tokens"], 1.0))
+            most = record["most"] or sum(sizes)
+            budget = int(most - (most - record["least"]) * min(place / record["tokens"], 1.0))
         last = sum(np.cumsum(sizes[:0:-1]) <= budget - sizes[0])
         return [self.parts[0], *self.parts[len(self.parts) - 1 - last :]]
 
     def best(self, never):
-        """The likeliest token behind each column of the last step, of those that may come."""
+        """The most likely token after each column of the last step, except suppressed ones."""
         if not never:
             return self.out["argmax"][0].tolist()
         self.out["logits"][..., never] = -np.inf
         return self.out["logits"][0].argmax(-1).tolist()
 
     def begun(self, prompt, new, begin):
-        """A text to go on with, and the length at which it ends; states have room for it. Where
-        texts are written from a source, that is the prompt."""
+        """The initial text and its maximum length; allocates states. With an encoder, the prompt
+        is the source."""
         source, context, rows = self.plan["source"], self.model["context"], 1
         text, encoder = list(prompt), source.get("function")
         self.readable = []
@@ -138,8 +138,8 @@ class Runner:
         return text, limit
 
     def generate(self, prompt, new, eos=None, begin=None):
-        """The tokens after a prompt: `new`, or up to one of `eos`, or to the context's end. begin:
-        what a text begins with that is written from a source; the plan says what is usual."""
+        """The tokens after a prompt: `new`, or up to one of `eos` or the context's end. begin:
+        initial tokens of a text with a source; default: the plan's."""
         eos, rules, self.steps = self.model["eos"] if eos is None else eos, self.rules, 0
         text, limit = self.begun(prompt, new, begin)
         first, never = len(text), rules.get("suppress_tokens", [])
@@ -147,9 +147,9 @@ class Runner:
         fetch += ["logits"] if never or "begin_suppress_tokens" in rules else []
         if first == 1 and "forced_bos_token_id" in rules:
             text.append(rules["forced_bos_token_id"])
-        for past in range(0, len(text), self.said["chunk"]):
-            part = text[past : past + self.said["chunk"]]
-            self.column, kind = len(part) - 1, self.said["prompt"]
+        for past in range(0, len(text), self.calls["chunk"]):
+            part = text[past : past + self.calls["chunk"]]
+            self.column, kind = len(part) - 1, self.calls["prompt"]
             self.out = self.step(kind, part, past, fetch, [self.column], certain=len(part))
         not_first = rules.get("begin_suppress_tokens", []) if len(text) == first else []
         tokens = self.best([*never, *not_first])
