@@ -39,7 +39,7 @@ from .runtime.cache.conversations import Conversations
 from .runtime.generate import check_request, forget, generate
 from .runtime.prefix import load_prefix, save_prefix
 from .runtime.scoring import score
-from .tracing.draft_models import check_guests, with_guests
+from .tracing.draft_models import check_paths, with_draft_models
 from .tracing.kept_programs import Making, program_key, read_program, write_program
 from .tracing.traced import Source, Traced
 
@@ -63,7 +63,7 @@ def transform(
     validator = None if prompts is None else Validator(prompts)
     program = traced.program
     check_defaults(program.info)
-    start = with_guests(program, recipe, target.dtype, progress, traced.model)
+    start = with_draft_models(program, recipe, target.dtype, progress, traced.model)
     result, reports = run_passes(
         start, recipe.steps, validator=validator, progress=progress, evidence=evidence
     )
@@ -117,7 +117,7 @@ def optimize(
     chosen, where = Recipe.load(recipe), as_target(target)
     check_data(chosen, data, validate)
     check_seed(seed)
-    check_guests(chosen)
+    check_paths(chosen)
     if work is not None and not chosen.reads_text:
         raise InputError(
             f"work= is given, but recipe {chosen.name!r} calibrates on no text; leave it out"
@@ -163,8 +163,8 @@ def trace(
         if data is not None:
             raise InputError("data= is given, but no recipe that could calibrate on it")
         return program
-    check_guests(recipe)
-    program = with_guests(program, recipe, dtype, progress, model)
+    check_paths(recipe)
+    program = with_draft_models(program, recipe, dtype, progress, model)
     names = [step.pass_.name for step in arrange(recipe.steps, facts_of(program))]
     if after is not None and after not in names:
         raise InputError(

@@ -25,7 +25,7 @@ from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.recipe import Recipe
 from graftwork.runtime.speculate.lengths.base import LengthPolicy
 from graftwork.tracing import draft_models
-from graftwork.tracing.draft_models import with_guests
+from graftwork.tracing.draft_models import with_draft_models
 
 COPYING = "suffix(tokens=4, longest=16, shortest=1)"
 SMALL = [[1, 2, 3, 1, 2, 5, 4]]
@@ -102,7 +102,7 @@ def test_a_recipe_names_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_models, "import_model", lambda path, dtype, **_: tiny_llama())
     settings = ["draft_model.model=other", "draft_model.drafter=copyspec"]
     recipe = Recipe.load("draft_model").with_options(settings)
-    program = with_guests(tiny_llama(), recipe, torch.float32)
+    program = with_draft_models(tiny_llama(), recipe, torch.float32)
     (draft,) = [step.pass_ for step in recipe.steps if step.pass_.models]
     made = draft.run(program).program
     assert isinstance(made.plan.draft, StagedDraft)

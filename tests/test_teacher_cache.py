@@ -41,9 +41,9 @@ def test_logits_come_from_the_kept_states(drafter: object) -> None:
     for name in made.taps:
         torch.testing.assert_close(states[name], whole[name])
     # What Medusa takes serves for the logits too; without, a value of the model's width does.
-    assert set(states) == {*made.taps, made.waist}
-    assert (made.waist == "waist") is not isinstance(drafter, DraftMedusa)
-    assert states[made.waist].shape == (3, 4, 32)
+    assert set(states) == {*made.taps, made.bottleneck}
+    assert (made.bottleneck == "bottleneck") is not isinstance(drafter, DraftMedusa)
+    assert states[made.bottleneck].shape == (3, 4, 32)
 
 
 def test_the_rest_of_a_function_takes_what_is_known() -> None:

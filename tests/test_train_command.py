@@ -111,6 +111,6 @@ def test_a_keyboard_interrupt_says_how_to_go_on(
     if kept > 3:
         assert "before the first checkpoint" in errors
         return
-    assert f"{heads} holds a checkpoint: go on from it with --resume" in errors
+    assert f"{heads} holds a checkpoint: continue from it with --resume" in errors
     code, text, errors = run(capsys, "train", checkpoint, *args, "--resume")
     assert code == 0 and "4 steps" in text, errors

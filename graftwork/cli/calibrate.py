@@ -15,7 +15,7 @@ from .options import TO_WRITE, ModelArg, RecipeOption, SetOption, TargetOption, 
 
 def calibrate(
     model: ModelArg,
-    data: Annotated[Path, typer.Option(help="Prompts like those to serve: .txt or .jsonl.")],
+    data: Annotated[Path, typer.Option(help="Representative prompts: .txt or .jsonl.")],
     recipe: RecipeOption = "calm",
     set_: SetOption = [],  # noqa: B006  (typer copies it)
     target: TargetOption = None,
@@ -23,16 +23,16 @@ def calibrate(
     tolerance: Annotated[
         float, typer.Option(help="Mean share of the model's own text that may be missing.")
     ] = 0.1,
-    confidence: Annotated[float, typer.Option(help="That it holds.")] = 0.95,
+    confidence: Annotated[float, typer.Option(help="Of the guarantee.")] = 0.95,
     tokens: Annotated[
-        int, typer.Option(min=2, help="New tokens a prompt: those behind them run all layers.")
+        int, typer.Option(min=2, help="New tokens per prompt; later ones run all layers.")
     ] = 64,
     file: Annotated[
         Path | None,
         typer.Option("--out", **TO_WRITE, help="Write the recipe with the threshold here (.yaml)."),
     ] = None,
 ) -> None:
-    """Find the threshold at which tokens may leave early for a promise about the text to hold."""
+    """Find the early-exit threshold that keeps a tolerance with a given confidence."""
     from ..artifact.destinations import check_file
     from ..data.calibration import check_text
     from ..data.prompts import check_file as check_prompts

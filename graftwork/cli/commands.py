@@ -113,7 +113,7 @@ def optimize(
     ] = None,
     validate: Annotated[bool, typer.Option(help="Check every pass's contract.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Report only; save nothing.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the prompts that validate without --data.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of random prompts for validation without --data.")] = 0,
     json_: Annotated[bool, typer.Option("--json", help="The report as JSON.")] = False,
 ) -> None:
     """Trace a model, run a recipe's passes over it, and save the result."""
@@ -169,8 +169,8 @@ def bench(
     ] = [],  # noqa: B006  (typer copies it)
     data: Annotated[Path | None, typer.Option(help="Prompts: .txt or .jsonl.")] = None,
     text: TextOption = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Use so many of them.")] = 8,
-    tokens: Annotated[int, typer.Option(min=2, help="New tokens a prompt.")] = 128,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts used.")] = 8,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 128,
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 3,
     json_: Annotated[
         Path | None, typer.Option("--json", **TO_WRITE, help="Write the figures here.")
@@ -201,14 +201,14 @@ def bench(
 @app.command()
 def tune(
     model: AnyModel,
-    data: Annotated[Path, typer.Option(help="Prompts like those to serve: .txt or .jsonl.")],
+    data: Annotated[Path, typer.Option(help="Representative prompts: .txt or .jsonl.")],
     recipe: MaybeRecipe = None,
     set_: SetOption = [],  # noqa: B006  (typer copies it)
     target: TargetOption = None,
     text: TextOption = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Use so many of them.")] = 8,
-    tokens: Annotated[int, typer.Option(min=2, help="New tokens a prompt.")] = 64,
-    nodes: Annotated[int | None, typer.Option(help="The tree is to have so many.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts used.")] = 8,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 64,
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes of the tree.")] = None,
     file: Annotated[
         Path | None, typer.Option("--out", **TO_WRITE, help="Write the tuned recipe here (.yaml).")
     ] = None,

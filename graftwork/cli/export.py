@@ -29,7 +29,7 @@ TAKES: dict[str, tuple[str, ...]] = {
 
 def export(
     model: AnyModel,
-    format_: Annotated[Format, typer.Option("--format", help="For whom.")],
+    format_: Annotated[Format, typer.Option("--format", help="Target format.")],
     folder: Annotated[Path, typer.Option("--out", **TO_WRITE, help="Where to write.")],
     recipe: MaybeRecipe = None,
     set_: SetOption = [],  # noqa: B006  (typer copies it)
@@ -37,20 +37,21 @@ def export(
     data: DataOption = None,
     dtype: Annotated[
         Literal["float32", "float16", "int8", "int4"] | None,
-        typer.Option(help="Of the weights: floats, or as the recipes int8 and int4 store them."),
+        typer.Option(help="Of weights: floats, or quantized as by the recipes int8 and int4."),
     ] = None,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="Leave out what the recipe drafts with.")
-    ] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Leave the drafter out.")] = False,
     qdq: Annotated[
-        bool, typer.Option("--qdq", help="onnx: DequantizeLinear for few bits, not MatMulNBits.")
+        bool,
+        typer.Option(
+            "--qdq", help="onnx: DequantizeLinear for quantized weights, not MatMulNBits."
+        ),
     ] = False,
     ops: Annotated[
         Literal["contrib", "standard"] | None,
-        typer.Option(help="With ONNX Runtime's own ops, too (the default), or ONNX's alone."),
+        typer.Option(help="With ONNX Runtime's own ops (default), or ONNX's only."),
     ] = None,
     sample: Annotated[
-        bool, typer.Option("--sample", help="onnx-loop: with the inputs that sampling needs.")
+        bool, typer.Option("--sample", help="onnx-loop: add inputs for sampling.")
     ] = False,
     opset: Annotated[int | None, typer.Option(help="onnx: the version of ONNX's ops.")] = None,
 ) -> None:
@@ -67,7 +68,7 @@ def export(
         if format_ not in TAKES[name]:
             raise InputError(f"--{name} is for {_listed(TAKES[name])}")
     if dtype is not None and target is not None:
-        raise InputError("give --dtype or --target, not both: a target says its dtype, too")
+        raise InputError("give --dtype or --target, not both: a target includes a dtype")
     check_folder(folder, MARKS[format_])
     if opset is not None:
         check_opset(ops or "contrib", opset)

@@ -27,7 +27,7 @@ def generate(
     model: AnyModel,
     prompt: Annotated[
         str | None,
-        typer.Option(help="The text to continue, or to write from; - reads standard input."),
+        typer.Option(help="The text to continue, or the source; - reads standard input."),
     ] = None,
     file: Annotated[Path | None, typer.Option("--file", help="Read the text from here.")] = None,
     max_new_tokens: Annotated[
@@ -35,13 +35,15 @@ def generate(
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(
-            help="0 takes the likeliest token; above, samples (default: the checkpoint's)."
-        ),
+        typer.Option(help="0: greedy; above: sampling (default: the checkpoint's)."),
     ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample among so many.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample within this probability.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Sample among the k most likely tokens.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample within this cumulative probability.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed of sampling.")] = None,
     recipe: MaybeRecipe = None,
     set_: SetOption = [],  # noqa: B006  (typer copies it)
     target: TargetOption = None,

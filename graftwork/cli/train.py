@@ -30,16 +30,16 @@ def train(
         Path | None, typer.Option(help="Text file, folder of them, .jsonl or .npy of token ids.")
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Train this long; preparing text comes before.")
+        float | None, typer.Option(help="Training time, without preparation.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Stop after so many optimizer steps.")] = None,
-    batch: Annotated[int, typer.Option(help="Windows a step.")] = 4,
-    window: Annotated[int, typer.Option(help="Tokens a window.")] = 512,
-    passes: Annotated[int, typer.Option(help="Uses of a window, where --steps is given.")] = 4,
+    steps: Annotated[int | None, typer.Option(help="Number of optimizer steps.")] = None,
+    batch: Annotated[int, typer.Option(help="Windows per step.")] = 4,
+    window: Annotated[int, typer.Option(help="Tokens per window.")] = 512,
+    passes: Annotated[int, typer.Option(help="Uses of a window, if --steps is given.")] = 4,
     rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
-    own: Annotated[float, typer.Option(help="Share of windows the model writes itself.")] = 0.75,
-    seed: Annotated[int, typer.Option(help="Decides every window and sample.")] = 0,
-    resume: Annotated[bool, typer.Option(help="Go on from the checkpoint in --out.")] = False,
+    own: Annotated[float, typer.Option(help="Share of windows that the model continues.")] = 0.75,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    resume: Annotated[bool, typer.Option(help="Continue from the checkpoint in --out.")] = False,
 ) -> None:
     """Train a recipe's draft heads on what the model itself predicts."""
     from ..artifact.destinations import check_above
@@ -107,6 +107,6 @@ def _interruptible(folder: Path) -> Iterator[None]:
     except KeyboardInterrupt:
         text = f"interrupted before the first checkpoint; {folder} holds no weights yet"
         if (folder / STATE).is_file():
-            text = f"interrupted; {folder} holds a checkpoint: go on from it with --resume"
+            text = f"interrupted; {folder} holds a checkpoint: continue from it with --resume"
         err.print(text, markup=False, soft_wrap=True)
         raise typer.Exit(130) from None

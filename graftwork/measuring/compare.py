@@ -19,7 +19,7 @@ from ..ir.execution.executable import Executable
 from ..ir.support.scratch import Scratch
 from ..model import optimize, transform
 from ..recipe import Recipe
-from ..tracing.draft_models import check_guests
+from ..tracing.draft_models import check_paths
 from ..tracing.traced import Traced
 from .agreement import is_approximate, keeps_step
 from .bench import Bench, Contestant, Genai, Optimized, Transformers, as_json
@@ -60,7 +60,7 @@ def compare(
     for where in wheres:
         where.require_device()
     for recipe in chosen:
-        check_guests(recipe)
+        check_paths(recipe)
     check_text(chosen, text)
     if data is not None:
         check_file(data)

@@ -15,7 +15,7 @@ from ..passes.engine.manager import arrange, facts_of, run_passes
 from ..recipe import Recipe
 
 
-def check_guests(recipe: Recipe) -> None:
+def check_paths(recipe: Recipe) -> None:
     """Check the paths that passes need. Errors: `InputError` naming the pass."""
     for step in recipe.steps:
         name = step.pass_.name
@@ -34,7 +34,7 @@ def check_guests(recipe: Recipe) -> None:
             )
 
 
-def with_guests(
+def with_draft_models(
     program: Program,
     recipe: Recipe,
     dtype: torch.dtype,

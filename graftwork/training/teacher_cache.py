@@ -34,7 +34,7 @@ PIECE_TOKENS = 4096
 Windows = tuple[torch.Tensor, torch.Tensor]
 """Tokens i64[N,T]; i64[N], the index of the last token that the target did not generate."""
 
-WAIST = "waist"
+BOTTLENECK = "bottleneck"
 """Output name of the value that determines the logits, unless a draft reads that value anyway."""
 
 
@@ -49,15 +49,15 @@ class Teacher:
         step = net.program.step
         self.taps = tuple(name for name in step.outputs if name.split(".")[0] == "hidden")
         named = {name: step.outputs[name] for name in self.taps}
-        waist = _waist(step, set(named.values()))
-        known = [name for name, node in named.items() if node is waist]
-        self.waist = known[0] if known else WAIST
+        bottleneck = _bottleneck(step, set(named.values()))
+        known = [name for name, node in named.items() if node is bottleneck]
+        self.bottleneck = known[0] if known else BOTTLENECK
         self.step = step.copy()
         if not known:
             copied = {node.name: node for node in self.step}
-            self.step.set_outputs({**self.step.outputs, WAIST: copied[waist.name]})
-        self.rest = beyond(step, {self.waist: waist}, ("logits",))
-        self.kept = tuple(dict.fromkeys((*self.taps, self.waist)))
+            self.step.set_outputs({**self.step.outputs, BOTTLENECK: copied[bottleneck.name]})
+        self.rest = beyond(step, {self.bottleneck: bottleneck}, ("logits",))
+        self.kept = tuple(dict.fromkeys((*self.taps, self.bottleneck)))
 
     def states(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """Cached activations of tokens i64[N,T], by name, each [N,T,...]."""
@@ -72,17 +72,17 @@ class Teacher:
     def logits(self, states: dict[str, torch.Tensor]) -> torch.Tensor:
         """The target's logits, f[N,T,V]."""
         with torch.no_grad():
-            inputs = {self.waist: states[self.waist]}
+            inputs = {self.bottleneck: states[self.bottleneck]}
             return self.net.outputs(self.rest, ("logits",), inputs)["logits"]
 
 
-def _waist(step: Function, taps: set[torch.fx.Node]) -> torch.fx.Node:
+def _bottleneck(step: Function, taps: set[torch.fx.Node]) -> torch.fx.Node:
     """The value that alone determines the logits: a tap, else the narrowest one."""
     found = []
     for node in reversed(dominating_chain(step)[1:-1]):
         if not isinstance(node.meta["type"], tuple) and isinstance(type_of(node).dims[-1], int):
-            rest = beyond(step, {WAIST: node}, ("logits",))
-            if {str(i.target) for i in rest.inputs} - {WAIST, "select"}:
+            rest = beyond(step, {BOTTLENECK: node}, ("logits",))
+            if {str(i.target) for i in rest.inputs} - {BOTTLENECK, "select"}:
                 break
             found.append(node)
     if not found:
