@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 from rich.console import Console, Group, RenderableType
@@ -14,14 +14,11 @@ from rich.text import Text
 
 from .backends.kernel_uses import kernels_line
 from .ir import InputError, PassRecord, Program
-from .ir.execution.executable import KernelUse, Memory
+from .ir.execution.executable import Executable, KernelUse, Memory
 from .ir.text.printer import fields_of
 from .passes.engine.base import Contract
 from .passes.engine.manager import PassReport
 from .runtime.cache.conversations import Conversations
-
-if TYPE_CHECKING:
-    from .model import Model
 
 APPROXIMATE = (
     "approximate: texts may differ from the target's own; graftwork bench measures how much is kept"
@@ -75,10 +72,10 @@ class Report(Frozen):
     weight_bytes_after: int
     passes: tuple[PassLine, ...]
     generates: str = ""
-    _model: Callable[[], Model | None] = PrivateAttr(default=lambda: None)
+    _model: Callable[[], Any] = PrivateAttr(default=lambda: None)
 
-    def of(self, model: Callable[[], Model | None]) -> Report:
-        """A copy of the report for a model, given by a weak reference."""
+    def of(self, model: Callable[[], Any]) -> Report:
+        """A copy of the report for a `Model`, given by a weak reference."""
         made = self.model_copy()
         made._model = model
         return made
@@ -86,15 +83,16 @@ class Report(Frozen):
     def kernels(self) -> tuple[KernelUse, ...]:
         """Kernels of products, look-ups and experts with quantized weights, in functions that are
         compiled."""
-        model = self._model()
-        return () if model is None or model.compiled is None else model.compiled.kernels()
+        executable: Executable | None = getattr(self._model(), "compiled", None)
+        return () if executable is None else executable.kernels()
 
     def memory(self) -> Memory:
         """Current bytes of weights, caches and compiled code; before the first run, of the stored
         weights. Errors: `InputError` if the model was deleted."""
         if (model := self._model()) is None:
             raise InputError("report: the memory is unknown, because the model was deleted")
-        if (executable := model.compiled) is None:
+        executable: Executable | None = model.compiled
+        if executable is None:
             return Memory(weight_bytes(model.program), 0, 0)
         memory = executable.memory()
         return memory._replace(caches=memory.caches + Conversations.of(executable).nbytes)
