@@ -151,10 +151,9 @@ def trace(
     target: Target | str | None = None,
     after: str | None = None,
     data: Prompts | None = None,
-    work: str | Path | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Program:
-    """The program of a model as traced, or after a recipe's passes up to `after`. data, work: as in
+    """The program of a model as traced, or after a recipe's passes up to `after`. data: as in
     `optimize`. Errors: as `optimize`, and `InputError` if the recipe has no pass `after`."""
     progress("trace")
     dtype = as_target(target).dtype
@@ -170,7 +169,7 @@ def trace(
         raise InputError(
             f"recipe {recipe.name!r} has no pass {after!r}; in order, it has {', '.join(names)}"
         )
-    evidence = None if data is None else evidence_for([recipe], program, data, work, progress)
+    evidence = None if data is None else evidence_for([recipe], program, data, progress=progress)
     return run_passes(program, recipe.steps, progress=progress, after=after, evidence=evidence)[0]
 
 

@@ -343,14 +343,14 @@ class _Checker:
         )
 
 
-def quote(function: Function, node: torch.fx.Node, around: int = 2) -> list[str]:
+def quote(function: Function, node: torch.fx.Node) -> list[str]:
     """The printed line of a node, or of a user for inputs and weights, marked, with neighbours."""
     lines = function_lines(function, strict=False)
     shown = {line.node: i for i, line in enumerate(lines) if line.node is not None}
     nodes = [node, *node.users]
     index = next((shown[n] for n in nodes if n in shown), 0)
-    first = max(0, index - around)
-    window = lines[first : index + around + 1]
+    first = max(0, index - 2)
+    window = lines[first : index + 3]
     return [f"  {'>' if first + i == index else ' '} {ln.text}" for i, ln in enumerate(window)]
 
 

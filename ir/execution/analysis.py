@@ -37,23 +37,19 @@ def last_uses(function: Function) -> dict[torch.fx.Node, torch.fx.Node]:
     return {arg: node for node in function for arg in node.all_input_nodes}
 
 
-def dominating_chain(
-    function: Function, source: str = "tokens", sink: str = "logits"
-) -> list[torch.fx.Node]:
-    """Nodes on every path from an input to an output, in order, both ends included.
-
-    Errors: `UnsupportedError` if the output does not depend on the input.
-    """
+def dominating_chain(function: Function) -> list[torch.fx.Node]:
+    """Nodes on every path from the input tokens to the output logits, in order, both included.
+    Errors: `UnsupportedError` if the logits do not depend on the tokens."""
     import networkx  # late import: slow, and rarely needed
 
-    start, end = function.input(source), function.outputs[sink]
+    start, end = function.input("tokens"), function.outputs["logits"]
     graph = networkx.DiGraph()
     graph.add_nodes_from((start, end))
     for node in function:
         graph.add_edges_from((arg, node) for arg in node.all_input_nodes)
     dominators = networkx.immediate_dominators(graph, start)
     if end not in dominators:
-        raise UnsupportedError(f"{function.name}: {sink} does not depend on {source}")
+        raise UnsupportedError(f"{function.name}: logits does not depend on tokens")
     chain = [end]
     while chain[-1] is not start:
         chain.append(dominators[chain[-1]])

@@ -28,11 +28,19 @@ def within_reach(
 
 def _scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Scaled dot products [B,H,T,N] in float32 of q [B,H,T,D] with the grouped keys k [B,G,N,D]."""
-    batch, heads, width, dim = q.shape
-    groups = k.shape[1]
-    grouped = q.reshape(batch, groups, heads // groups * width, dim)
-    scores = torch.matmul(grouped, k.transpose(2, 3)).float() * scale
-    scores = scores.reshape(batch, heads, width, k.shape[2])
+    batch, heads, width, _ = q.shape
+    scores = torch.matmul(grouped(q, k.shape[1]), k.transpose(2, 3)).float() * scale
+    return capped(scores.reshape(batch, heads, width, k.shape[2]), softcap)
+
+
+def grouped(x: Tensor, groups: int) -> Tensor:
+    """Rows of a group's heads, concatenated: [B,H,T,D] -> [B,G,H/G*T,D]."""
+    batch, heads, width, dim = x.shape
+    return x.reshape(batch, groups, heads // groups * width, dim)
+
+
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Scores bounded to -softcap..softcap; None: unchanged."""
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap
 
 
@@ -40,7 +48,7 @@ def _weighted(
     scores: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """softmax(scores) v over the visible rows; sinks add to the softmax's denominator only."""
-    batch, heads, width, rows = scores.shape
+    batch, heads, width, _ = scores.shape
     scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is not None:
         sink = sinks.float().reshape(1, heads, 1, 1).expand(batch, heads, width, 1)
@@ -48,9 +56,8 @@ def _weighted(
     weights = torch.softmax(scores, dim=-1)
     if sinks is not None:
         weights = weights[..., :-1]
-    groups = v.shape[1]
-    grouped = weights.to(dtype).reshape(batch, groups, heads // groups * width, rows)
-    return torch.matmul(grouped, v).reshape(batch, heads, width, v.shape[3])
+    found = torch.matmul(grouped(weights.to(dtype), v.shape[1]), v)
+    return found.reshape(batch, heads, width, v.shape[3])
 
 
 def _attention_samples() -> Iterator[Sample]:
@@ -276,9 +283,9 @@ def attend(
     """
     if sinks is None and softcap is None and q.shape[3] == v.shape[3]:
         extra = mask if bias is None else bias.masked_fill(~mask, float("-inf")).to(q.dtype)
-        grouped = q.shape[1] != k.shape[1]
+        fewer = q.shape[1] != k.shape[1]
         return torch.nn.functional.scaled_dot_product_attention(
-            q, k.to(q.dtype), v.to(q.dtype), attn_mask=extra, scale=scale, enable_gqa=grouped
+            q, k.to(q.dtype), v.to(q.dtype), attn_mask=extra, scale=scale, enable_gqa=fewer
         )
     scores = _scores(q, k.to(q.dtype), scale, softcap)
     if bias is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..support.errors import InputError
 from . import Sample, op
+from .attention import grouped
 from .operands import Operands
 
 F32 = torch.float32
@@ -117,9 +118,8 @@ def read_dropped(
     """
     batch, heads, width, rank = features.shape
     groups, wide = state.shape[1], state.shape[3]
-    grouped = features.reshape(batch, groups, heads // groups * width, rank)
-    index = torch.arange(rank, device=past.device)
-    sums = torch.matmul(grouped, state.index_select(2, index)).reshape(batch, heads, width, wide)
+    rows = state.index_select(2, torch.arange(rank, device=past.device))
+    sums = torch.matmul(grouped(features, groups), rows).reshape(batch, heads, width, wide)
     total = sums[..., wide - 1]
     some = (total > 0) & (positions[:, :1] > past[:, None])[:, None]
     total = torch.where(some, total, torch.ones_like(total))

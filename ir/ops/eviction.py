@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..support.errors import InputError
 from . import Sample, op
+from .attention import capped, grouped
 from .operands import Operands
 from .rotary import check_tables, turned_on
 
@@ -122,15 +123,12 @@ def row_attention(
     rows are valid. scale, softcap as in `attend`. A query sees rows up to its own. Rows from past
     on get 0.
     """
-    batch, groups, rows, dim = keys.shape
+    batch, groups, rows, _ = keys.shape
     heads = queries.shape[1]
     latest = torch.arange(block - last, block, device=past.device)
     asked = queries.index_select(2, latest).float()
-    grouped = asked.reshape(batch, groups, heads // groups * last, dim)
-    scores = torch.matmul(grouped, keys.float().transpose(2, 3)) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.reshape(batch, groups, heads // groups, last, rows)
+    scores = torch.matmul(grouped(asked, groups), keys.float().transpose(2, 3)) * scale
+    scores = capped(scores, softcap).reshape(batch, groups, heads // groups, last, rows)
     own = past[:, None] - last + torch.arange(last, device=past.device)
     seen = torch.arange(rows, device=past.device)[None, None] <= own[:, :, None]
     scores = scores.masked_fill(~seen[:, None, None], -1e30)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..support.errors import InputError
 from . import Sample, op
+from .attention import grouped
 from .operands import Operands
 from .rotary import rotated
 
@@ -100,10 +101,9 @@ def expected_attention(
     the first `sinks`, averaged over a group's heads; other rows get 0. Source: Devoto et al.,
     "Expected Attention" (2025).
     """
-    batch, groups, rows, dim = keys.shape
+    batch, groups, rows, _ = keys.shape
     heads, count = queries.shape[1], queries.shape[2]
-    asked = queries.float().reshape(batch, groups, heads // groups * count, dim)
-    products = torch.matmul(asked, keys.float().transpose(2, 3)) * scale
+    products = torch.matmul(grouped(queries.float(), groups), keys.float().transpose(2, 3)) * scale
     products = products.reshape(batch, groups, heads // groups, count, rows)
     mean = products.mean(3)
     logits = mean + (products - mean[:, :, :, None]).pow(2).mean(3) / 2

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import Sample, op
-from .attention import ATTEND, ATTENTION, _scores, within_reach
+from .attention import ATTEND, ATTENTION, _scores, grouped, within_reach
 
 LEAST = -1e30
 """Stands for -infinity, to avoid -infinity - -infinity."""
@@ -60,10 +60,8 @@ def attend_part(
     if sinks is not None:
         total = total + torch.exp(sink - most)
     weights = (weights / total.clamp(min=1e-30)).to(q.dtype)
-    groups = v.shape[1]
-    grouped = weights.reshape(batch, groups, heads // groups * width, v.shape[2])
-    out = torch.matmul(grouped, v.to(q.dtype)).reshape(batch, heads, width, v.shape[3])
-    return out, (most + total.log()).squeeze(-1)
+    out = torch.matmul(grouped(weights, v.shape[1]), v.to(q.dtype))
+    return out.reshape(batch, heads, width, v.shape[3]), (most + total.log()).squeeze(-1)
 
 
 def _merge_samples() -> Iterator[Sample]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..support.errors import InputError
 from . import Native, Sample, op
-from .attention import _scores, _weighted
+from .attention import _scores, _weighted, capped, grouped
 from .eviction import LEAST, STEPS
 from .operands import Operands
 
@@ -34,11 +34,11 @@ def take_channels(x: Tensor, channels: Tensor) -> Tensor:
 
     x [B,H,T,D], H a multiple of G; channels i64[G,R], each below D -> [B,H,T,R].
     """
-    batch, heads, width, dim = x.shape
+    batch, heads, width, _ = x.shape
     groups, count = channels.shape
-    grouped = x.reshape(batch, groups, heads // groups * width, dim)
-    index = channels[None, :, None, :].expand(*grouped.shape[:3], count)
-    return grouped.gather(3, index).reshape(batch, heads, width, count)
+    rows = grouped(x, groups)
+    index = channels[None, :, None, :].expand(*rows.shape[:3], count)
+    return rows.gather(3, index).reshape(batch, heads, width, count)
 
 
 def _top_samples() -> Iterator[Sample]:
@@ -70,13 +70,10 @@ def top_rows(
 def _weights(q: Tensor, k: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Attention weights f32[B,H,T,C]."""
     batch, heads, width, _ = q.shape
-    groups, capacity = k.shape[1], k.shape[2]
-    grouped = q.float().reshape(batch, groups, heads // groups * width, q.shape[3])
+    queries = grouped(q.float(), k.shape[1])
     # Products by cache rows: the smaller operand, not the keys, is transposed.
-    scores = torch.matmul(k.float(), grouped.transpose(2, 3)).transpose(2, 3) * scale
-    scores = scores.reshape(batch, heads, width, capacity)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    scores = torch.matmul(k.float(), queries.transpose(2, 3)).transpose(2, 3) * scale
+    scores = capped(scores.reshape(batch, heads, width, k.shape[2]), softcap)
     return torch.softmax(scores.masked_fill(~mask, -1e30), dim=-1)
 
 
@@ -140,9 +137,9 @@ def attend_rows(
         .to(q.dtype)
         for cache, size in ((k, dim), (v, wide))
     )
-    grouped = q.reshape(batch, picks, each, width, dim).transpose(2, 3)
-    grouped = grouped.reshape(batch, picks * width * each, 1, dim)
-    scores = _scores(grouped, keys, scale, softcap)
+    queries = q.reshape(batch, picks, each, width, dim).transpose(2, 3)
+    queries = queries.reshape(batch, picks * width * each, 1, dim)
+    scores = _scores(queries, keys, scale, softcap)
     picked = (rows >= 0).reshape(batch, picks * width, 1, count).expand(*shape[:2], each, count)
     own = None
     if sinks is not None:

@@ -72,9 +72,9 @@ _KINDS = {
 }
 
 
-def check_regular(path: str | Path, *, follow: bool = True) -> None:
+def check_regular(path: str | Path) -> None:
     """Check for readers that open the path themselves. Errors: as `open_regular`."""
-    open_regular(path, follow=follow).close()
+    open_regular(path).close()
 
 
 def check_replaceable(path: Path) -> None:
@@ -136,10 +136,10 @@ def read_open(file: BufferedReader, limit: int = SMALL) -> bytes:
     return b"".join(pieces)
 
 
-def read_text(path: str | Path, limit: int = SMALL, *, follow: bool = True) -> str:
+def read_text(path: str | Path, limit: int = SMALL) -> str:
     """A regular file as UTF-8, lines ending in ``\\n``. Errors: as `read_bytes`, and
     `UnicodeDecodeError`."""
-    return as_text(read_bytes(path, limit, follow=follow))
+    return as_text(read_bytes(path, limit))
 
 
 def as_text(data: bytes) -> str:
