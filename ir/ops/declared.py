@@ -156,8 +156,7 @@ def _check(item: str, required: list[str], operands: str) -> str:
         return f"_given.multiple({axis!r}, {of!r})"
     if item.endswith(" >= 1"):
         name = item.removesuffix(" >= 1")
-        size = name.isupper()
-        return f"_given.positive({name!r}, {_size(name) if size else name})"
+        return f"_given.positive({name!r}, {_size(name) if name.isupper() else name})"
     if " = " in item:
         letter, _, size = item.partition(" = ")
         return f"{_size(letter)} = {re.sub('[A-Z]', lambda found: _size(found[0]), size)}"
