@@ -28,7 +28,7 @@ INT4 = {"extends": "int4", "passes": [{"quantize_weights": {"group": 16}}]}
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint, and a cache of its own; as in a process that has not imported transformers."""
     monkeypatch.setenv("GRAFTWORK_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(kept_programs, "_others_have_a_say", lambda: False)
+    monkeypatch.setattr(kept_programs, "_is_patched", lambda: False)
     build(ARCHS["llama"]).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
