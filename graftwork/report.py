@@ -72,7 +72,7 @@ class Report(Frozen):
     weight_bytes_after: int
     passes: tuple[PassLine, ...]
     generates: str = ""
-    _model: Callable[[], Any] = PrivateAttr(default=lambda: None)
+    _model: Callable[[], Any] | None = PrivateAttr(default=None)
 
     def of(self, model: Callable[[], Any]) -> Report:
         """A copy of the report for a `Model`, given by a weak reference."""
@@ -83,13 +83,14 @@ class Report(Frozen):
     def kernels(self) -> tuple[KernelUse, ...]:
         """Kernels of products, look-ups and experts with quantized weights, in functions that are
         compiled."""
-        executable: Executable | None = getattr(self._model(), "compiled", None)
+        model = self._model and self._model()
+        executable: Executable | None = getattr(model, "compiled", None)
         return () if executable is None else executable.kernels()
 
     def memory(self) -> Memory:
         """Current bytes of weights, caches and compiled code; before the first run, of the stored
         weights. Errors: `InputError` if the model was deleted."""
-        if (model := self._model()) is None:
+        if self._model is None or (model := self._model()) is None:
             raise InputError("report: the memory is unknown, because the model was deleted")
         executable: Executable | None = model.compiled
         if executable is None:
