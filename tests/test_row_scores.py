@@ -104,3 +104,35 @@ def test_its_options_are_checked_where_they_are_written() -> None:
             assert Recipe.load(
                 {"extends": "long_values", "passes": [{"evict_cache": options}]}
             ).steps
+
+
+def test_what_lies_behind_the_valid_rows_changes_no_score() -> None:
+    """Of all rules that there are: rows behind `past` may hold anything."""
+    torch.manual_seed(0)
+    past, block, rows = torch.tensor([7, 12]), 4, 12
+    given: dict[str, Any] = {
+        "keys": torch.randn(2, 2, rows, 8),
+        "values": torch.randn(2, 2, rows, 8),
+        "sums": torch.rand(2, 2, rows, 1),
+        "queries": torch.randn(2, 4, block, 8),
+        "opening": torch.randn(2, 4, block, 8),
+        "past": past,
+        "cos": None,
+        "sin": None,
+        **{"block": block, "sinks": 1, "recent": 2, "ahead": 8, "interleaved": False},
+        **{"scale": 0.35, "attention": {"scale": 0.35}},
+    }
+    behind = torch.arange(rows) >= past[:, None]
+    cut = dict(given)
+    for rows_of in ("keys", "values", "sums"):
+        cut[rows_of] = given[rows_of].masked_fill(behind[:, None, :, None], 9.0)
+    assert {"keydiff", "snapkv", "h2o", "expected"} <= SCORES.entries.keys()
+    for name in sorted(SCORES.entries):
+        rule = SCORES.find(name)
+        found = []
+        for tensors in (given, cut):
+            numbers = {n: tensors[n] for n in rule.numbers}
+            out = rule.function(*(tensors[n] for n in rule.tensors), **numbers)
+            found.append(out[0] if isinstance(out, tuple) else out)
+        valid = ~behind[:, None].expand_as(found[0])
+        assert torch.equal(found[0][valid], found[1][valid]), name
