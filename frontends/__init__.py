@@ -16,7 +16,7 @@ from .generation import Known, nobody
 
 # Late imports: a source loads the packages of its own format alone.
 
-__all__ = ["import_model", "import_part"]
+__all__ = ["import_model", "import_part", "kept_assets"]
 
 
 @traces
@@ -75,6 +75,14 @@ def _import_path(path: Path, dtype: torch.dtype | None, known: Known) -> Program
     from .huggingface import import_folder
 
     return import_folder(path, dtype, known)
+
+
+def kept_assets(path: Path) -> dict[str, Path] | None:
+    """The files of a .gguf file's tokenizer by name, where they are kept from an earlier import;
+    None if they are not."""
+    from .gguf import assets
+
+    return assets.kept_assets(path)
 
 
 @traces

@@ -124,3 +124,41 @@ def test_damage_changes_and_warnings(folder: Path, monkeypatch: pytest.MonkeyPat
         warnings.simplefilter("ignore")
         gw.optimize(folder, target=TARGET)
     assert not kept(folder)
+
+
+def test_programs_of_gguf_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read with the tokenizer that came in the file, whose every change counts."""
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    import gguf_archs
+
+    from graftwork.frontends.gguf import assets
+
+    path = folder.parent / "tiny.gguf"
+    gguf_archs.write(path, "gemma3", "Q4_0")
+    made = gw.optimize(path, "copyspec", target=TARGET)
+    assert len(kept(folder)) == 1 and "tokenizer.json" in made.program.assets
+    assets._made.cache_clear()
+    with monkeypatch.context() as patched:
+        untraced(patched)
+        read = gw.optimize(path, "copyspec", target=TARGET)
+    assert str(made.program) == str(read.program) and made.program.info == read.program.info
+    for name, file in made.program.assets.items():
+        assert file.read_bytes() == read.program.assets[name].read_bytes(), name
+    tokens = [m.generate([[5, 6, 7, 8]], max_new_tokens=8) for m in (made, read)]
+    assert torch.equal(*tokens)
+    for lost in folder.parent.glob("cache/tokenizers/*"):
+        lost.unlink()
+    assets._read.clear()
+    os.utime(path, (1, 1))
+    gw.optimize(path, "copyspec", target=TARGET)
+    assert len(kept(folder)) == 2
+
+
+def test_programs_of_several_gguf_files(folder: Path) -> None:
+    parts = [folder.parent / f"a-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for part in parts:
+        part.write_bytes(b"GGUF")
+    keys = [program_key(parts[0], Recipe.load("int8"), torch.float32)]
+    os.utime(parts[1], (1, 1))
+    keys.append(program_key(parts[0], Recipe.load("int8"), torch.float32))
+    assert None not in keys and keys[0] != keys[1]

@@ -7,8 +7,7 @@ its parameters (`tensors`).
 from __future__ import annotations
 
 import json
-import warnings
-from functools import lru_cache, partial
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,15 @@ from typing import Any
 import torch
 
 from ...ir import (
-    GraftworkWarning,
     InputError,
     Program,
     UnsupportedError,
 )
 from ...ir.support.names import shown
 from ...ir.support.packages import installing
-from ...ir.support.scratch import Scratch
-from ...ir.support.tokenizer import refusing
 from ..generation import Known, nobody
 from ..huggingface.model import import_tensors, tell
+from .assets import assets_of
 from .config import architecture_of, config_of
 from .metadata import Metadata
 from .reader import GgufFile
@@ -61,7 +58,7 @@ def import_gguf(path: Path, dtype: torch.dtype | None = None, known: Known = nob
             f"{path}: transformers has no {architecture.model_type} model of its sizes: "
             f"{' '.join(str(error).split())[:300]}"
         ) from error
-    assets = _assets(path, json.dumps(config.to_dict(), default=str))
+    assets = assets_of(path, json.dumps(config.to_dict(), default=str))
     tell(known, config, generation, assets)
     return import_tensors(
         path,
@@ -111,31 +108,6 @@ def _divide_frequencies(file: GgufFile, twin: Any) -> None:
     if not torch.isfinite(factors).all() or (factors <= 0).any():
         raise InputError(f"{file.path}: tensor {FREQUENCIES}: expected positive numbers")
     frequencies.div_(factors)
-
-
-def _assets(path: Path, config: str) -> dict[str, Path]:
-    """config.json and the tokenizer's files, written where they stay as long as this process."""
-    stat = path.stat()
-    stamp = (stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size)
-    folder = _written(path, stamp, config).path
-    return {file.name: file for file in sorted(folder.iterdir())}
-
-
-@lru_cache(maxsize=64)
-def _written(path: Path, stamp: tuple[int, ...], config: str) -> Scratch:
-    from transformers import PreTrainedTokenizerFast
-
-    scratch = Scratch()
-    (scratch.path / "config.json").write_text(config + "\n", encoding="utf-8")
-    try:
-        with refusing(f"{path}: transformers makes no tokenizer of it"):
-            # Of this file alone: `from_pretrained` also reads what lies beside it, and asks the
-            # package for the architecture's configuration, which takes it seconds.
-            made = PreTrainedTokenizerFast(gguf_file=path.name, name_or_path=str(path.parent))
-            made.save_pretrained(scratch.path)
-    except InputError as error:
-        warnings.warn(f"{error}; pass token ids instead of text", GraftworkWarning, stacklevel=2)
-    return scratch
 
 
 def _require_gguf() -> None:

@@ -9,9 +9,11 @@ warning was issued; anything after transformers was imported, whose classes may 
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import importlib
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -22,6 +24,7 @@ from typing import Any
 
 import torch
 
+from ..frontends import kept_assets
 from ..frontends.generation import Known
 from ..ir import (
     GraftworkError,
@@ -41,25 +44,26 @@ from ..ir.weights import stamp_of
 from ..recipe import Recipe
 from ..report import Report
 
-PACKAGES = ("torch", "transformers", "safetensors", "pydantic")
+PACKAGES = ("torch", "transformers", "safetensors", "pydantic", "gguf")
 MOST_TENSORS = 2**24
 """Maximum bytes of tensors that are in no file, such as position tables; larger programs are not
 cached."""
 
 
 def program_key(model: object, recipe: Recipe, dtype: torch.dtype) -> str | None:
-    """The cache key of a checkpoint folder's program; None: not cacheable. dtype: of weights."""
+    """The cache key of the program of a checkpoint folder or .gguf file; None: not cacheable.
+    dtype: of weights."""
     passes = [step.pass_ for step in recipe.steps]
     own = all(type(p).__module__.startswith("graftwork.") for p in passes)
     brings = any(p.models or p.files or p.parts or p.text for p in passes)
-    if not isinstance(model, (str, Path)) or not Path(model).is_dir() or not own or brings:
+    if not isinstance(model, (str, Path)) or not own or brings or _is_patched():
         return None
-    if _is_patched():
-        return None
-    folder = Path(model).absolute()
+    source = Path(model).absolute()
     try:
-        files = sorted((path.name, stamp_of(path.stat())) for path in folder.iterdir())
+        files = sorted((path.name, stamp_of(path.stat())) for path in _files_of(source))
     except OSError:
+        return None
+    if not files:
         return None
     used = [
         (p.name, repr(sorted(p.model_dump().items())), step.optional)
@@ -69,8 +73,18 @@ def program_key(model: object, recipe: Recipe, dtype: torch.dtype) -> str | None
     code = [Path(sys.modules[f"graftwork.{room}"].__file__ or "").parent for room in rooms]
     code.append(Path(__file__).parents[1])
     tools = sys.version_info[:3], versions_of(*PACKAGES), started()
-    known = (str(folder), files, used, str(dtype), sources_of(*code), tools)
+    known = (str(source), files, used, str(dtype), sources_of(*code), tools)
     return hashlib.sha256(repr(known).encode()).hexdigest()
+
+
+def _files_of(source: Path) -> list[Path]:
+    """The files of a folder, or of a model in one or several .gguf files; none of other sources."""
+    if source.suffix.lower() != ".gguf":
+        return list(source.iterdir()) if source.is_dir() else []
+    several = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", source.name)
+    if several is None:
+        return [source]
+    return sorted(source.parent.glob(f"{glob.escape(several[1])}-*-of-{several[2]}.gguf"))
 
 
 def _is_patched() -> bool:
@@ -97,9 +111,9 @@ class Making:
         return observed
 
 
-def read_program(key: str, folder: object, known: Known) -> tuple[Program, Report] | None:
+def read_program(key: str, source: object, known: Known) -> tuple[Program, Report] | None:
     """The program of a key and its report, with the time of reading as that of tracing; None if it
-    is not cached. folder: the checkpoint's. known: as in `optimize`."""
+    is not cached. source: the folder or file. known: as in `optimize`."""
     start = time.perf_counter()
     with kept_file("programs", key) as path:
         kept = read_kept(path)
@@ -115,7 +129,9 @@ def read_program(key: str, folder: object, known: Known) -> tuple[Program, Repor
         report = Report.model_validate_json(kept.texts["report"])
     except (GraftworkError, ValueError, KeyError, TypeError, ImportError):
         return None
-    assets = {name: Path(str(folder)) / name for name in about["assets"]}
+    assets = _assets(Path(str(source)), about["assets"])
+    if assets is None:
+        return None
     if info is not None:
         known(info, assets)
     seconds = time.perf_counter() - start
@@ -123,13 +139,13 @@ def read_program(key: str, folder: object, known: Known) -> tuple[Program, Repor
 
 
 def write_program(
-    key: str, folder: object, program: Program, report: Report, making: Making
+    key: str, source: object, program: Program, report: Report, making: Making
 ) -> None:
     """Cache a program if possible."""
     assets = list(program.assets)
     if GraftworkWarning.count > making.warned:
         return
-    if [Path(str(folder)) / name for name in assets] != list(program.assets.values()):
+    if _assets(Path(str(source)), assets) != program.assets:
         return
     with contextlib.suppress(GraftworkError, OSError), kept_file("programs", key) as path:
         weights, tensors = weights_text(program.weights, {})
@@ -145,6 +161,14 @@ def write_program(
         if making.info is not None:
             texts["told"] = program_text(Program("told", {}, WeightStore(), making.info))
         write_kept(path, Kept(texts, tensors))
+
+
+def _assets(source: Path, names: list[str]) -> dict[str, Path] | None:
+    """The files of these names that belong to a source; None if they are not all there."""
+    if source.is_dir():
+        return {name: source / name for name in names}
+    found = kept_assets(source)
+    return None if found is None else {name: found[name] for name in names if name in found}
 
 
 def _modules(weights: Any) -> Iterator[str]:

@@ -1,0 +1,94 @@
+"""The files of a model that come with a GGUF file: its tokenizer's, and config.json.
+
+They are written where they stay as long as this process, and kept on disk for the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+import warnings
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...ir import GraftworkWarning, InputError
+from ...ir.support.discovery import sources_of, versions_of
+from ...ir.support.scratch import Scratch
+from ...ir.support.tokenizer import refusing
+from ...ir.text.kept_files import Kept, kept_file, read_kept, write_kept
+from ...ir.weights import stamp_of
+
+Stamp = tuple[int, ...]
+
+
+def assets_of(path: Path, config: str) -> dict[str, Path]:
+    """The files by name. config: the text of config.json."""
+    stamp = stamp_of(path.stat())
+    return _files(_kept(path, stamp) or _made(path, stamp, config))
+
+
+def kept_assets(path: Path) -> dict[str, Path] | None:
+    """The files, if they are kept; nothing is imported for them."""
+    scratch = _kept(path, stamp_of(path.stat()))
+    return None if scratch is None else _files(scratch)
+
+
+def _files(scratch: Scratch) -> dict[str, Path]:
+    return {file.name: file for file in sorted(scratch.path.iterdir())}
+
+
+def _key(path: Path, stamp: Stamp) -> str:
+    tools = versions_of("transformers", "tokenizers", "gguf")
+    known = (str(path.absolute()), stamp, sys.version_info[:3], tools, sources_of(_FOLDER))
+    return hashlib.sha256(repr(known).encode()).hexdigest()
+
+
+_FOLDER = Path(__file__).parent
+_read: dict[tuple[Path, Stamp], Scratch] = {}
+"""The files that this process has read or kept."""
+
+
+def _kept(path: Path, stamp: Stamp) -> Scratch | None:
+    if (path, stamp) in _read:
+        return _read[path, stamp]
+    with kept_file("tokenizers", _key(path, stamp)) as file:
+        kept = read_kept(file)
+    if kept is None:
+        return None
+    scratch = Scratch()
+    for name, data in kept.tensors.items():
+        (scratch.path / Path(name).name).write_bytes(data.numpy().tobytes())
+    _read[path, stamp] = scratch
+    return scratch
+
+
+@lru_cache(maxsize=64)
+def _made(path: Path, stamp: Stamp, config: str) -> Scratch:
+    from transformers import PreTrainedTokenizerFast
+
+    scratch = Scratch()
+    (scratch.path / "config.json").write_text(config + "\n", encoding="utf-8")
+    try:
+        with refusing(f"{path}: transformers makes no tokenizer of it"):
+            # Of this file alone: `from_pretrained` also reads what lies beside it, and asks the
+            # package for the architecture's configuration, which takes it seconds.
+            made = PreTrainedTokenizerFast(gguf_file=path.name, name_or_path=str(path.parent))
+            made.save_pretrained(scratch.path)
+    except InputError as error:
+        warnings.warn(f"{error}; pass token ids instead of text", GraftworkWarning, stacklevel=2)
+        return scratch
+    data = {
+        file.name: torch.from_numpy(np.frombuffer(file.read_bytes(), np.uint8).copy())
+        for file in scratch.path.iterdir()
+    }
+    with (
+        contextlib.suppress(OSError, InputError),  # a full disk costs time, not the model
+        kept_file("tokenizers", _key(path, stamp)) as kept,
+    ):
+        write_kept(kept, Kept({}, data))
+        _read[path, stamp] = scratch
+    return scratch
