@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from selection import one_in
 from tiny import cached_llama
 
 import graftwork as gw
@@ -209,7 +210,7 @@ def test_recipes_and_prompts_are_regular(
 
 
 @pytest.mark.parametrize("make", STRANGE)
-@pytest.mark.parametrize("option", ["draft_corpus.path", "draft_medusa.weights"])
+@pytest.mark.parametrize("option", one_in(2, ["draft_corpus.path", "draft_medusa.weights"]))
 def test_files_that_options_name_are_regular(
     tmp_path: Path, make: Callable[[Path], None], option: str
 ) -> None:

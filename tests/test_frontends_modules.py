@@ -270,7 +270,7 @@ class Lambda(nn.Module):
             lambda x: x * torch.linalg.cholesky(x[..., :1, None] + torch.eye(4))[..., 0, :1],
             "aten.linalg_cholesky_ex.default is no op",
         ),
-        (lambda x: torch.fft.fft(x).real, "not supported yet"),
+        pytest.param(lambda x: torch.fft.fft(x).real, "not supported yet", marks=pytest.mark.long),
     ],
 )
 def test_refused_ops(function: Any, reason: str) -> None:

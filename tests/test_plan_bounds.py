@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, get_type_hints
 
 import pytest
@@ -68,19 +69,30 @@ def test_every_record_is_legal_as_it_comes() -> None:
         assert isinstance(cls(), cls)
 
 
+def refused(name: str, error: type[Exception], make: Callable[[], object]) -> bool:
+    """Whether something is refused, by the name of a number."""
+    try:
+        make()
+    except error as told:
+        return f"not a valid {name}" in str(told)
+    return False
+
+
 @pytest.mark.parametrize(("slot", "kind", "name"), one_in(3, NUMBERS))
-@pytest.mark.parametrize("value", [-5, -1, 2**70, float("nan"), float("inf"), -0.5, 10**20, True])
-def test_numbers_out_of_bounds_are_refused_by_name(
-    slot: str, kind: str, name: str, value: Any
-) -> None:
+def test_numbers_out_of_bounds_are_refused_by_name(slot: str, kind: str, name: str) -> None:
     """Every number of every record has bounds on both sides, in Python and in a text."""
-    cls = RECORDS[slot, kind]
-    with pytest.raises(InputError, match=f"not a valid {name}"):
-        replace(cls(), **{name: value})
-    if isinstance(value, int) and not isinstance(value, bool):
-        text = program_text(cached_llama()).removesuffix("}\n")
-        with pytest.raises(ParseError, match=f"not a valid {name}"):
-            parse_program(f"{text}  decode {{\n    {slot} = {kind}({name}={value})\n  }}\n}}\n")
+    record, text = RECORDS[slot, kind](), program_text(cached_llama()).removesuffix("}\n")
+    large: list[Any] = [-5, -1, 2**70, 10**20]
+    taken = [
+        value
+        for value in [*large, float("nan"), float("inf"), -0.5, True]
+        if not refused(name, InputError, partial(replace, record, **{name: value}))
+    ]
+    for value in large:
+        said = f"{text}  decode {{\n    {slot} = {kind}({name}={value})\n  }}\n}}\n"
+        if not refused(name, ParseError, partial(parse_program, said)):
+            taken.append(said)
+    assert not taken
 
 
 def test_every_number_says_its_bounds() -> None:

@@ -2,9 +2,10 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
-import pytest
+from selection import in_turn
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = [
@@ -14,13 +15,14 @@ ROWS = [
 ]
 
 
+@cache
 def _tests_in(path: Path) -> set[str]:
     """Names of the test functions of a file, as pytest would select them."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize("row", ROWS)
+@in_turn(lambda: ROWS)
 def test_a_promise_names_tests_that_exist(row: str) -> None:
     """A row's last cell holds `tests/<file>::<test>`, once or several times."""
     named = re.findall(r"`(tests/[\w/.]+)(?:::(\w+))?`", row.split("|")[-2])

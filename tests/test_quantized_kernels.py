@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import quantized
 import torch
 from conftest import PROCESSORS, flags_for
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from selection import one_in
 
 from graftwork.backends import cached_library, tiles
 from graftwork.backends.torch import native_quantized as native
@@ -59,8 +62,7 @@ def test_a_group_may_be_the_whole_row(bits, processor):
         assert torch.equal(linear(x, w), quantized.linear(x, w))
 
 
-@pytest.mark.parametrize("kind", quantized.KINDS)
-@pytest.mark.parametrize("bits", quantized.BITS)
+@pytest.mark.parametrize(("bits", "kind"), one_in(2, product(quantized.BITS, quantized.KINDS)))
 def test_many_rows_have_the_bits_of_few(bits, kind, processor):
     """Which are multiplied another way: of the largest numbers, too, and in groups that fill no
     block, or several of what sixteen bits hold."""

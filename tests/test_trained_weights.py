@@ -73,7 +73,7 @@ def written(
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "published"])
-@pytest.mark.parametrize("name", one_in(2, TAKING))
+@pytest.mark.parametrize("name", one_in(4, TAKING))
 def test_every_pass_takes_all_of_a_file_or_refuses_it(
     name: str, ours: bool, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from sources import summary
 @pytest.mark.parametrize(
     ("kinds", "count"),
     [
-        (["gguf", "onnx", "tokenizer", "prompts"], 20),
+        (["gguf", "onnx", "tokenizer", "prompts"], 12),
         pytest.param(["gguf", "onnx"], 40, marks=pytest.mark.long),
         pytest.param(["tokenizer", "prompts"], 40, marks=pytest.mark.long),
     ],
