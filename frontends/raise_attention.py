@@ -140,7 +140,10 @@ def _describe(imported: Imported, scores: torch.fx.Node, end: torch.fx.Node) -> 
 def _run_between(
     imported: Imported, start: torch.fx.Node, end: torch.fx.Node, value: torch.Tensor
 ) -> torch.Tensor:
-    """The value of `end` when `start` has this value; only what is needed is computed."""
+    """The value of `end` when `start` has this value; only what is needed is computed.
+
+    Errors: `UnsupportedError` naming the op that torch cannot run.
+    """
     sizes = {"B": _BATCH, "T": _TOKENS}
     positions = torch.arange(_TOKENS).expand(_BATCH, _TOKENS)
     values: dict[torch.fx.Node, Any] = {start: value, imported.fn.input("positions"): positions}
@@ -155,7 +158,10 @@ def _run_between(
             values[node] = imported.weights[str(node.target)].load()
             continue
         args, kwargs = map_aggregate(node.args, bound), map_aggregate(node.kwargs, bound)
-        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        try:
+            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        except RuntimeError as error:  # of types that torch traces and has no kernel for
+            raise UnsupportedError(f"{_at(node)}: cannot be run: {error}") from error
     result: torch.Tensor = values[end]
     return result
 
