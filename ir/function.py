@@ -167,6 +167,10 @@ class Function:
         node.meta = {"type": type, "site": NOWHERE}
         return node
 
+    def taking(self, name: str, type: TensorType) -> torch.fx.Node:
+        """The placeholder called `name`; a new one of this type if there is none."""
+        return self.input(name) if self.has_input(name) else self.add_input(name, type)
+
     def weight(self, weight: Weight) -> torch.fx.Node:
         """A reference to a weight, at the insertion point."""
         node = self.graph.create_node("get_attr", weight.name, name=_identifier(weight.name))
@@ -182,8 +186,12 @@ class Function:
         granted: bool = False,
         **kwargs: Any,
     ) -> torch.fx.Node:
-        """A typed call at the insertion point. granted: see `infer`; kept by the node. Errors:
-        `VerifyError` if the types do not fit."""
+        """A typed call at the insertion point. What is given by name as None is absent where None
+        is the default. granted: see `infer`; kept by the node. Errors: `VerifyError` if the types
+        do not fit."""
+        if kwargs:
+            absent = [name for name, default in _defaults(target) if default is None]
+            kwargs = {n: v for n, v in kwargs.items() if v is not None or n not in absent}
         node_type = infer(target, args, kwargs, granted=granted)
         name = name or _short_name(target)
         args, kwargs = placed(target, args, kwargs)
@@ -205,6 +213,11 @@ class Function:
             self.graph.erase_node(node)
         node = self.graph.output(dict(outputs))
         node.meta = {"type": (), "site": NOWHERE}
+
+    def replace(self, old: torch.fx.Node, new: torch.fx.Node) -> None:
+        """Give the users of a node another one, and take the node away."""
+        old.replace_all_uses_with(new)
+        self.graph.erase_node(old)
 
     def retype(self) -> list[tuple[torch.fx.Node, ValueType, ValueType]]:
         """Infer every call's type again, in place; returns changes (node, before, after)."""

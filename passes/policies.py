@@ -48,8 +48,8 @@ class RecordPass(Pass):
         return self.record.maker()(**{name: getattr(self, name) for name in self.taken}, **filled)
 
 
-class PolicyPass(RecordPass):
-    """Base of passes that only put a record into the plan."""
+class CheckedPass(RecordPass):
+    """Base of passes whose options are refused where the record refuses them."""
 
     @model_validator(mode="after")
     def _makes_a_record(self) -> Self:
@@ -59,8 +59,11 @@ class PolicyPass(RecordPass):
             raise ValueError(str(error)) from error
         return self
 
+
+class PolicyPass(CheckedPass):
+    """Base of passes that only put a record into the plan."""
+
     def run(self, program: Program) -> Outcome:
-        """Put the record into the plan."""
         record, outputs = self.made(), program.step.outputs
         missing = record.lacking({name: node.meta["type"] for name, node in outputs.items()})
         if missing is not None:

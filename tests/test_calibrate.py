@@ -18,13 +18,12 @@ from torch import Tensor
 
 from graftwork.ir import InputError, PassError, Program, Weight, WeightStore, run
 from graftwork.ir.plan.inputs import chain_inputs
-from graftwork.passes.engine import sources
+from graftwork.passes.engine import calibrate as replaying
 from graftwork.passes.engine.blocks import blocks_of, weight_of
-from graftwork.passes.engine.calibrate import Seen, calibrate
+from graftwork.passes.engine.calibrate import Seen, calibrate, code_of
 from graftwork.passes.engine.evidence import Evidence, TextSample, WorkFolder
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.engine.moments import Moments
-from graftwork.passes.engine.sources import code_of
 from graftwork.passes.engine.validate import empty_states
 from graftwork.passes.fusing.fuse_residual_norm import FuseResidualNorm
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights
@@ -193,7 +192,7 @@ def test_what_other_code_made_is_not_used(tmp_path: Path, monkeypatch: pytest.Mo
     changed = tmp_path / "changed"
     changed.mkdir()
     (changed / "gptq.py").write_text("another rule")
-    monkeypatch.setattr(sources, "PASSES", changed)
+    monkeypatch.setattr(replaying, "PASSES", changed)
     gptq(program, evidence_for(program, work=tmp_path))
     monkeypatch.undo()
     gptq(program, evidence_for(program, work=tmp_path))

@@ -233,7 +233,7 @@ def test_a_weight_method_is_its_file_and_a_recipe(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a form of its own, made of terms that ops know; kernels run it."""
-    monkeypatch.setattr(base, "_METHODS", {**base.known_methods()})
+    monkeypatch.setattr(base.METHODS, "entries", {**base.METHODS.entries})
     points = "[graftwork.passes]\nx = stub_g.halves\n[graftwork.recipes]\nx = stub_g.recipes\n"
     recipes = {"recipes/__init__.py": "", "recipes/halves.yaml": HALVES}
     install(site, "stub_g", points, {"halves.py": METHOD, **recipes})
@@ -256,10 +256,10 @@ def test_a_weight_method_is_its_file_and_a_recipe(
 def test_a_weight_method_of_a_taken_name_is_refused_with_both(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "_METHODS", {**base.known_methods()})
+    monkeypatch.setattr(base.METHODS, "entries", {**base.METHODS.entries})
     text = METHOD.replace('"halves"', '"awq"')
     install(site, "stub_h", "[graftwork.passes]\nx = stub_h.halves\n", {"halves.py": text})
-    with pytest.raises(InputError, match=r"stub_h\.halves\.Halves and .*Awq are both methods"):
+    with pytest.raises(InputError, match=r"stub_h\.halves and .*awq both bring a method 'awq'"):
         all_passes()
 
 

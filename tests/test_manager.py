@@ -97,18 +97,6 @@ def test_a_pass_given_twice_is_refused():
         arrange([Step(InsertKvCache()), Step(InsertKvCache())], frozenset({"canonical"}))
 
 
-def test_exclusive_claims_are_refused():
-    class One(Idle):
-        name: ClassVar[str] = "one"
-        exclusive: ClassVar[frozenset[Effect]] = frozenset({Effect.WEIGHT_NUMERICS})
-
-    class Two(One):
-        name: ClassVar[str] = "two"
-
-    with pytest.raises(PassError, match=r"'one' and 'two' cannot be combined.*weight numerics"):
-        arrange([Step(One()), Step(Two())])
-
-
 def test_circles_are_named():
     class Hen(Idle):
         name: ClassVar[str] = "hen"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from handmade import Shape, cached_llama
+from pydantic import ValidationError
 from selection import on_backends, one_in, rarely
 from test_runtime_cached import padded
 from tiny import named, tiny_llama
@@ -394,7 +395,7 @@ def test_what_would_go_wrong_is_refused() -> None:
         ({"rank": 5}, "rank=5 of 4 rows of 16; expected fewer"),
     ]
     for options, message in cases:
-        with pytest.raises(PassError, match=message):
+        with pytest.raises((PassError, ValidationError), match=message):
             stored("kivi", **options)
     with pytest.raises(PassError, match="are 20 wide; expected whole bytes"):
         QuantizeOldRows(group=8).run(cached_llama(Shape(dim=20, context=256)))

@@ -44,7 +44,6 @@ DRAFTER = {
     "echo/__init__.py": '''
 """A layer on the target's last state says what follows, the same at every level."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from graftwork.ir.plan import LearningDraft, candidates, record
@@ -54,7 +53,6 @@ from graftwork.runtime.speculate.proposers.hidden import HiddenProposer, level_o
 
 
 @record
-@dataclass(frozen=True)
 class EchoDraft(LearningDraft):
     """function: takes ``hidden``. levels: tokens drafted. trained: whether it knows anything."""
 

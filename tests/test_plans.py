@@ -22,7 +22,7 @@ from graftwork.backends.target import Target
 from graftwork.ir import GraftworkError, InputError, PassError, Program
 from graftwork.ir.check.legality import idle, misfit, unmet
 from graftwork.ir.plan import DecodePlan, FirstDraft, GoodputLength, MergedDraft, StaticTree
-from graftwork.ir.plan.sizes import sizes_up_to
+from graftwork.ir.plan.decode import sizes_up_to
 from graftwork.passes import Contract, Pass, all_passes
 from graftwork.passes.depth.deferred import DeferredDepth
 from graftwork.passes.drafting.recycling import RecyclingDraft

@@ -20,8 +20,7 @@ from graftwork.ir.ops.quantized_cache import stored_rows
 from graftwork.ir.plan import Evict
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
-from graftwork.passes.caching.least_squares import solved
-from graftwork.passes.caching.predict_cache import PredictCache
+from graftwork.passes.caching.predict_cache import PredictCache, solved
 from graftwork.passes.caching.quantize_cache import QuantizeCache
 from graftwork.passes.drafting.recycling import RecyclingDraft
 from graftwork.passes.drafting.suffix import SuffixDraft

@@ -19,7 +19,7 @@ from graftwork.model import Model
 from graftwork.passes.engine.feed import empty_inputs
 from graftwork.passes.engine.manager import run_passes
 from graftwork.passes.engine.validate import reference_logits
-from graftwork.passes.numerics.clusters import clustered, clusters
+from graftwork.passes.numerics.quantize_scan import clustered, clusters
 
 SMALL = {"windows": 2, "length": 64}
 """Of the text that is read."""

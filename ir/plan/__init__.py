@@ -25,7 +25,6 @@ from .length import *
 from .skipping import *
 from .source import *
 from .step import *
-from .trained import *
 from .tree import *
 from .verify import *
 

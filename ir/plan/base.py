@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, dataclass_transform
 
 from ..support.errors import InputError
 from ..support.fields import check_fields
@@ -128,9 +128,8 @@ class Record:
         told = [
             f for f in fields(self) if f.default is MISSING or getattr(self, f.name) != f.default
         ]
-        return (
-            f"{self.kind}({', '.join(f'{f.name}={_brief(getattr(self, f.name))}' for f in told)})"
-        )
+        shown = ", ".join(f"{f.name}={_text(getattr(self, f.name), True)}" for f in told)
+        return f"{self.kind}({shown})"
 
     @property
     def every(self) -> list[Record]:
@@ -138,7 +137,7 @@ class Record:
         return [self, *(deep for part in self.inside for deep in part.every)]
 
     def __str__(self) -> str:
-        shown = ", ".join(f"{f.name}={_shown(getattr(self, f.name))}" for f in fields(self))
+        shown = ", ".join(f"{f.name}={_text(getattr(self, f.name))}" for f in fields(self))
         return f"{self.kind}({shown})"
 
 
@@ -146,20 +145,15 @@ MOST_CHARACTERS, MOST_VALUES = 80, 5
 """Of a record and of a tuple, what a message shows."""
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_shown, value))}{',' if len(value) == 1 else ''})"
-    return str(value) if isinstance(value, Record) else repr(value)
-
-
-def _brief(value: Any) -> str:
+def _text(value: Any, short: bool = False) -> str:
     if isinstance(value, Record):
-        return value.brief
+        return value.brief if short else str(value)
     if not isinstance(value, tuple):
         return repr(value)
-    if len(value) > MOST_VALUES:
-        return f"({', '.join(map(_brief, value[:2]))}, ... {len(value)} in all)"
-    return f"({', '.join(map(_brief, value))}{',' if len(value) == 1 else ''})"
+    texts = [_text(part, short) for part in value]
+    if short and len(value) > MOST_VALUES:
+        texts[2:] = [f"... {len(value)} in all"]
+    return f"({', '.join(texts)}{',' if len(value) == 1 else ''})"
 
 
 RECORDS: dict[tuple[str, str], type[Record]] = {}
@@ -167,9 +161,12 @@ POLICIES: dict[str, type[Record]] = {}
 """Records that are all that is to do, by the name of the pass that puts them into plans."""
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def record(cls: type[Record]) -> type[Record]:
-    """Class decorator: make a record known to the parser under (slot, kind). Errors: `InputError`
-    naming both records if another one has that place."""
+    """Class decorator: a class, made a frozen dataclass unless it is one, is known to the parser
+    under (slot, kind). Errors: `InputError` naming both records if another one has that place."""
+    if "__dataclass_params__" not in vars(cls):
+        cls = dataclass(frozen=True)(cls)
     known = RECORDS.setdefault((cls.slot, cls.kind), cls)
     if _path(known) != _path(cls):
         raise InputError(
@@ -179,6 +176,7 @@ def record(cls: type[Record]) -> type[Record]:
     return cls
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def policy(cls: type[Record]) -> type[Record]:
     """Class decorator: a `record` that needs nothing but its place in the plan. A pass called
     ``slot_kind``, such as length_svip, puts it there (see `passes/policies.py`)."""
@@ -188,3 +186,15 @@ def policy(cls: type[Record]) -> type[Record]:
 
 def _path(cls: type[Record]) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def untrained(records: Iterable[Record]) -> list[Record]:
+    """The records, and parts of them, whose own weights know nothing.
+
+    >>> from graftwork.ir.plan import CachedDraft, FirstDraft, HeadsDraft
+    >>> draft = FirstDraft((CachedDraft(trained=True), HeadsDraft()))
+    >>> [record.kind for record in untrained([draft])]
+    ['heads']
+    """
+    parts = [part for record in records for part in record.trains]
+    return [part for part in parts if not getattr(part, "trained", True)]

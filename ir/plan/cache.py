@@ -62,12 +62,18 @@ class CacheRecord(Record):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Columns that pieces of prompts often have."""
-        return ()
+        """Columns that pieces of prompts often have: a `block`, where rows change by blocks."""
+        block: int | None = getattr(self, "block", None)
+        return () if block is None else (block,)
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`: its `function`, where it has one, which changes states."""
+        function: str | None = getattr(self, "function", None)
+        if function is not None:
+            yield function, {}
 
 
 @record
-@dataclass(frozen=True)
 class KeepAll(CacheRecord):
     """The cache keeps every committed token's rows."""
 
@@ -76,7 +82,6 @@ class KeepAll(CacheRecord):
 
 
 @record
-@dataclass(frozen=True)
 class KeepShared(CacheRecord):
     """The cache keeps every token's rows, those that all texts of a batch begin with once.
 
@@ -102,7 +107,6 @@ class KeepShared(CacheRecord):
 
 
 @record
-@dataclass(frozen=True)
 class KeepEdited(CacheRecord):
     """The cache keeps every committed token's rows, also those behind what was edited.
 
@@ -114,12 +118,8 @@ class KeepEdited(CacheRecord):
     least: Nodes = 32
     kind: ClassVar[str] = "edited"
 
-    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        yield self.function, {}
-
 
 @record
-@dataclass(frozen=True)
 class Evict(CacheRecord):
     """A sequence that has `budget` + `block` rows is left `budget` of them by `function`.
 
@@ -134,18 +134,18 @@ class Evict(CacheRecord):
     of `dropped_rows` rows that hold what dropped ones add up to ("": none).
     """
 
-    function: str = "evict"
+    function: Filled[str] = "evict"
     budget: Context = 1024
     block: Nodes = 64
-    turned: bool = False
-    window: str = ""
-    always: bool = False
-    capacities: tuple[str, ...] = ()
-    budgets: Budgets = ()
-    opening: str = ""
-    opening_rows: Nodes = 32
-    dropped: str = ""
-    dropped_rows: Nodes = 8
+    turned: Filled[bool] = False
+    window: Filled[str] = ""
+    always: Filled[bool] = False
+    capacities: Filled[tuple[str, ...]] = ()
+    budgets: Filled[Budgets] = ()
+    opening: Filled[str] = ""
+    opening_rows: Filled[Nodes] = 32
+    dropped: Filled[str] = ""
+    dropped_rows: Filled[Nodes] = 8
     kind: ClassVar[str] = "evict"
 
     def check(self) -> None:
@@ -197,16 +197,8 @@ class Evict(CacheRecord):
     def endless(self) -> bool:
         return self.turned
 
-    @property
-    def widths(self) -> tuple[int, ...]:
-        return (self.block,)
-
-    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        yield self.function, {}
-
 
 @record
-@dataclass(frozen=True)
 class StoreOld(CacheRecord):
     """Rows of a text are stored in few bits by `function`, but for the latest.
 
@@ -215,11 +207,11 @@ class StoreOld(CacheRecord):
     groups: that of states with a row for every `group` rows of a text ("": none).
     """
 
-    function: str = "store"
+    function: Filled[str] = "store"
     residual: Context = 128
     block: Nodes = 64
-    latest_rows: str = "C.1"
-    groups: str = ""
+    latest_rows: Filled[str] = "C.1"
+    groups: Filled[str] = ""
     group: Nodes = 32
     kind: ClassVar[str] = "store"
 
@@ -246,16 +238,8 @@ class StoreOld(CacheRecord):
     def held(self) -> Mapping[str, Held]:
         return {**self.latest, **({self.groups: Groups(self.group)} if self.groups else {})}
 
-    @property
-    def widths(self) -> tuple[int, ...]:
-        return (self.block,)
-
-    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        yield self.function, {}
-
 
 @record
-@dataclass(frozen=True)
 class MarkChunks(CacheRecord):
     """The cache keeps every committed token's rows, and a landmark for every `chunk` of them.
 
@@ -263,10 +247,10 @@ class MarkChunks(CacheRecord):
     place. groups: the capacity of states with landmarks.
     """
 
-    function: str = "mark"
+    function: Filled[str] = "mark"
     block: Nodes = 64
     chunk: Nodes = 8
-    groups: str = "C.2"
+    groups: Filled[str] = "C.2"
     kind: ClassVar[str] = "marked"
 
     def check(self) -> None:
@@ -279,10 +263,3 @@ class MarkChunks(CacheRecord):
     @property
     def held(self) -> Mapping[str, Held]:
         return {self.groups: Groups(self.chunk)}
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        return (self.block,)
-
-    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        yield self.function, {}

@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # a plan holds records, and their methods take plans
 
 
 @record
-@dataclass(frozen=True)
 class MergedDraft(DraftRecord):
     """One tree of the drafts of several drafters: what they agree on is verified once.
 
@@ -38,7 +37,6 @@ class MergedDraft(DraftRecord):
 
 
 @record
-@dataclass(frozen=True)
 class StagedDraft(CachedDraft):
     """Another model drafts, and `drafter` drafts for it: it checks several guesses in one step.
 
@@ -89,7 +87,6 @@ class WrappingDraft(DraftRecord):
 
 
 @record
-@dataclass(frozen=True)
 class UnrolledDraft(WrappingDraft):
     """A chain whose levels one call of a function makes, each fed with the one before's best token.
 
@@ -118,7 +115,6 @@ class UnrolledDraft(WrappingDraft):
 
 
 @record
-@dataclass(frozen=True)
 class FusedDraft(WrappingDraft):
     """The step itself makes the next chain (see `Fused`); `draft` makes it where not the argmax
     decides."""

@@ -42,7 +42,6 @@ class TwofoldDraft(LearningDraft):
 
 
 @record
-@dataclass(frozen=True)
 class ContinuedDraft(TwofoldDraft):
     """A drafter with a cache predicts the first levels, heads the ones below (Clover, Gumiho).
 

@@ -8,7 +8,6 @@ from .cache import CacheRecord, KeepAll
 from .depth import DepthRecord, FullDepth
 from .draft import DraftRecord, NoDraft
 from .length import FixedLength, LengthRecord
-from .sizes import sizes_up_to
 from .source import NoSource, SourceRecord
 from .step import StepRecord, Whole
 from .tree import Chain, TreeRecord
@@ -62,3 +61,22 @@ class DecodePlan:
     def columns(self) -> int:
         """Tokens that a step is fed at most beside the last committed one: drafts and riders."""
         return self.most + self.draft.riders(self.most)
+
+
+def sizes_up_to(most: int) -> tuple[int, ...]:
+    """A few sizes for what may have any from 1 to `most`, so that the next of them is never by more
+    than a third of itself too large: powers of two, from 4 on what lies half-way between them, and
+    `most`.
+
+    >>> sizes_up_to(16)
+    (1, 2, 4, 6, 8, 12, 16)
+    >>> sizes_up_to(7)
+    (1, 2, 4, 6, 7)
+    """
+    found, size = {most} if most else set(), 1
+    while size < most:
+        found.add(size)
+        if size >= 4 and 3 * size // 2 < most:
+            found.add(3 * size // 2)
+        size *= 2
+    return tuple(sorted(found))

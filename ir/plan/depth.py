@@ -43,7 +43,6 @@ class DepthRecord(Record):
 
 
 @record
-@dataclass(frozen=True)
 class FullDepth(DepthRecord):
     """Every token runs through every layer."""
 

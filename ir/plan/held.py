@@ -15,13 +15,13 @@ class Held(ABC):
     def rows(self, rows: int) -> int:
         """Rows that may matter of a text of `rows` rows: the first ones of these states."""
 
-    @abstractmethod
     def capacity(self, rows: int, rounded: Callable[[int], int]) -> int:
         """Rows to make room for where texts have `rows`. rounded: what there is for so many."""
+        return rounded(self.rows(rows))
 
-    @abstractmethod
     def fits(self, capacity: int) -> int | None:
         """Rows of a text for which so much room is enough; None: any number."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,6 @@ class Latest(Held):
     def rows(self, rows: int) -> int:
         return min(rows, self.most)
 
-    def capacity(self, rows: int, rounded: Callable[[int], int]) -> int:
-        return rounded(self.rows(rows))
-
-    def fits(self, capacity: int) -> None:
-        """See `Held.fits`: room for a step's own rows is made before any."""
-
 
 @dataclass(frozen=True)
 class First(Held):
@@ -66,9 +60,6 @@ class First(Held):
 
     def capacity(self, rows: int, rounded: Callable[[int], int]) -> int:
         return rounded(self.count)
-
-    def fits(self, capacity: int) -> None:
-        """See `Held.fits`."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +89,3 @@ class Together(Held):
     def capacity(self, rows: int, rounded: Callable[[int], int]) -> int:
         """See `Held.capacity`: room for more is made by whoever has something to share."""
         return rounded(1)
-
-    def fits(self, capacity: int) -> None:
-        """See `Held.fits`."""

@@ -34,7 +34,6 @@ class LengthRecord(Record):
 
 
 @record
-@dataclass(frozen=True)
 class FixedLength(LengthRecord):
     """Drafts are as long as drafter and tree make them."""
 
@@ -43,7 +42,6 @@ class FixedLength(LengthRecord):
 
 
 @policy
-@dataclass(frozen=True)
 class SvipLength(LengthRecord):
     """Go deeper while exp(-scale * sqrt(entropy of the draft's prediction)) exceeds `threshold`.
 
@@ -59,7 +57,6 @@ class SvipLength(LengthRecord):
 
 
 @policy
-@dataclass(frozen=True)
 class ConfidenceLength(LengthRecord):
     """Go deeper while the draft's best token is at least this probable.
 
@@ -75,7 +72,6 @@ class ConfidenceLength(LengthRecord):
 
 
 @record
-@dataclass(frozen=True)
 class AcceptanceLength(LengthRecord):
     """Go deeper until a rejection somewhere in the draft is likelier than `threshold`, as the state
     says that the draft starts from; whatever drafts.
@@ -99,7 +95,6 @@ class AcceptanceLength(LengthRecord):
 
 
 @record
-@dataclass(frozen=True)
 class DraftAcceptanceLength(LengthRecord):
     """Go deeper until a rejection somewhere in the draft is likelier than `threshold`, as the
     draft's state of each drafted token says (SpecDec++, Huang et al. 2024).
@@ -128,7 +123,6 @@ class DraftAcceptanceLength(LengthRecord):
 
 
 @policy
-@dataclass(frozen=True)
 class ThompsonLength(LengthRecord):
     """Go deeper with the chance of acceptance, drawn from its Beta posterior.
 
@@ -143,7 +137,6 @@ class ThompsonLength(LengthRecord):
 
 
 @policy
-@dataclass(frozen=True)
 class GoodputLength(LengthRecord):
     """The size that yields the most tokens a second, or no draft, as measured while decoding.
 

@@ -43,7 +43,6 @@ class SourceRecord(Record):
 
 
 @record
-@dataclass(frozen=True)
 class NoSource(SourceRecord):
     """A text follows from what it begins with, and from nothing else."""
 
@@ -51,7 +50,6 @@ class NoSource(SourceRecord):
 
 
 @record
-@dataclass(frozen=True)
 class Pictures(SourceRecord):
     """A text may hold pictures: rows that something else made, in the places of a token.
 
@@ -88,7 +86,6 @@ class Pictures(SourceRecord):
 
 
 @record
-@dataclass(frozen=True)
 class Encoded(SourceRecord):
     """Texts are written from a source, which `function` reads once, before the first step.
 
@@ -117,8 +114,7 @@ class Encoded(SourceRecord):
     untimed: Following = ()
     kind: ClassVar[str] = "encoded"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         for names, tokens in ("languages", "language_tokens"), ("tasks", "task_tokens"):
             if len(getattr(self, names)) != len(getattr(self, tokens)):
                 raise InputError(f"{self.kind}: {names} and {tokens} must be as many")

@@ -29,8 +29,9 @@ class StepRecord(Record):
     @property
     def plain(self) -> str:
         """The function that gives the target's results and does nothing else: what passes extend,
-        what training and the validator run."""
-        raise NotImplementedError
+        what training and the validator run. `function`, unless a record says another one."""
+        function: str = getattr(self, "function")  # noqa: B009
+        return function
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -79,20 +80,14 @@ class StepRecord(Record):
 
 
 @record
-@dataclass(frozen=True)
 class Whole(StepRecord):
     """A step is one call of `function`, which runs the target from its tokens to its logits."""
 
     function: str = "step"
     kind: ClassVar[str] = "whole"
 
-    @property
-    def plain(self) -> str:
-        return self.function
-
 
 @record
-@dataclass(frozen=True)
 class Fused(StepRecord):
     """A step is one call of `function`, which verifies by its argmax and makes the next draft, too.
 
@@ -112,7 +107,6 @@ class Fused(StepRecord):
 
 
 @record
-@dataclass(frozen=True)
 class Prefilled(StepRecord):
     """A step is one call of `function`, and prompts run through `prefill`, which has more layers.
 
@@ -122,10 +116,6 @@ class Prefilled(StepRecord):
     function: str = "step"
     prefill: str = "prefill"
     kind: ClassVar[str] = "prefilled"
-
-    @property
-    def plain(self) -> str:
-        return self.function
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -139,7 +129,6 @@ class Prefilled(StepRecord):
 
 
 @record
-@dataclass(frozen=True)
 class Predicted(StepRecord):
     """A step is one call of `function`, and prompts run through `predict` up to their last token.
 
@@ -152,10 +141,6 @@ class Predicted(StepRecord):
     kind: ClassVar[str] = "predicted"
 
     @property
-    def plain(self) -> str:
-        return self.function
-
-    @property
     def ahead(self) -> str:
         return self.predict
 
@@ -164,7 +149,6 @@ class Predicted(StepRecord):
 
 
 @record
-@dataclass(frozen=True)
 class Segments(StepRecord):
     """A step is a call of each of `functions` in turn, as deep as it goes, and one of `head`.
 

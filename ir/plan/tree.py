@@ -83,7 +83,6 @@ class TreeRecord(Record):
 
 
 @policy
-@dataclass(frozen=True)
 class Chain(TreeRecord):
     """The draft is a sequence: each token continues the one before.
 
@@ -113,7 +112,6 @@ class Chain(TreeRecord):
 
 
 @policy
-@dataclass(frozen=True)
 class StaticTree(TreeRecord):
     """The same shape every step. paths: a node each, as its ranks among siblings from the root.
 
@@ -195,7 +193,6 @@ class StaticTree(TreeRecord):
 
 
 @policy
-@dataclass(frozen=True)
 class BestFirst(TreeRecord):
     """The likeliest nodes, found anew each step, for drafters whose scores are probabilities.
 
@@ -234,7 +231,6 @@ class BestFirst(TreeRecord):
 
 
 @policy
-@dataclass(frozen=True)
 class SampledTree(TreeRecord):
     """Tokens sampled from the drafter's own distributions, anew each step; when greedy, the best.
 
@@ -293,7 +289,6 @@ class SampledTree(TreeRecord):
 
 
 @policy
-@dataclass(frozen=True)
 class WidenedChain(TreeRecord):
     """A chain of the likeliest tokens with siblings beside it where the drafter is unsure (CaPE).
 

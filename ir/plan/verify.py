@@ -31,7 +31,6 @@ class VerifyRecord(Record):
 
 
 @record
-@dataclass(frozen=True)
 class Lossless(VerifyRecord):
     """Keep the target's distribution: argmax agreement when greedy, rejection when sampling."""
 
@@ -40,7 +39,6 @@ class Lossless(VerifyRecord):
 
 
 @policy
-@dataclass(frozen=True)
 class SpecTr(VerifyRecord):
     """Keep the target's distribution, judging independently sampled siblings together (SpecTr).
 
@@ -65,7 +63,6 @@ class SpecTr(VerifyRecord):
 
 
 @policy
-@dataclass(frozen=True)
 class Typical(VerifyRecord):
     """Accept draft tokens that the target finds typical, not only those that it chooses.
 
@@ -80,7 +77,6 @@ class Typical(VerifyRecord):
 
 
 @policy
-@dataclass(frozen=True)
 class TopKAccept(VerifyRecord):
     """Accept draft tokens that are among the target's `count` likeliest.
 
@@ -93,7 +89,6 @@ class TopKAccept(VerifyRecord):
 
 
 @policy
-@dataclass(frozen=True)
 class Contrastive(VerifyRecord):
     """Decode p^(1 + beta) / q^beta, p being the target's distribution and q the drafter's.
 
@@ -122,7 +117,6 @@ class Contrastive(VerifyRecord):
 
 
 @record
-@dataclass(frozen=True)
 class Judge(VerifyRecord):
     """Keep rejected draft tokens, too, that a trained head finds acceptable (judge decoding).
 

@@ -32,8 +32,7 @@ def merge_equal(fn: Function) -> int:
         known = first.setdefault(_key(node), node)
         if known is node:
             continue
-        node.replace_all_uses_with(known)
-        fn.graph.erase_node(node)
+        fn.replace(node, known)
         merged += 1
     return merged
 

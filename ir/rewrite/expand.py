@@ -99,8 +99,7 @@ def _rewire(function: Function, node: torch.fx.Node, result: Any) -> None:
         node.replace_all_uses_with(result)
     else:
         for user in list(node.users):
-            user.replace_all_uses_with(result[user.args[1]])
-            function.graph.erase_node(user)
+            function.replace(user, result[user.args[1]])
     function.graph.erase_node(node)
 
 

@@ -29,20 +29,18 @@ def store_experts(
     """Replace a call of `graftwork.moe` by `graftwork.quantized_moe`, in place. rounded: quantize
     activations to int8 by row. Errors: `VerifyError` for stacks that do not fit."""
     given = arguments(node)
-    options = {name: given[name] for name in ("activation", "limit", "alpha")}
+    named = "gate_up_bias", "down_bias", "activation", "limit", "alpha"
+    options = {name: given[name] for name in named}
     options |= {"bits": bits, "group": gate_up.group, "down_group": down.group}
     if not rounded:
         options["rounded"] = False
-    biases = [given[name] for name in ("gate_up_bias", "down_bias")]
     with fn.graph.inserting_before(node):
         stored = [part and fn.weight(part) for stack in (gate_up, down) for part in stack[:3]]
         new = fn.call(
             G.quantized_moe.default,
             *(given[name] for name in ("x", "experts", "weights")),
             *stored,
-            *([] if biases == [None, None] else biases),
             site=site_of(node),
-            **{name: value for name, value in options.items() if value is not None},
+            **options,
         )
-    node.replace_all_uses_with(new)
-    fn.graph.erase_node(node)
+    fn.replace(node, new)

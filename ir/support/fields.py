@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from .errors import InputError
 from .names import shown
+
+M = TypeVar("M", bound=BaseModel)
 
 
 @cache
@@ -29,3 +32,15 @@ def check_fields(instance: Any) -> None:
             reason = error.errors()[0]["msg"]
             owner = getattr(instance, "kind", "") or cls.__name__
             raise InputError(f"{owner}: {shown(value)} is not a valid {name}: {reason}") from error
+
+
+def tuned(options: type[M], owner: str, tuning: Mapping[str, Any]) -> M:
+    """The options of a rule or method, as a recipe gives them in `tuning`. Errors: `InputError`
+    naming those that the owner takes."""
+    try:
+        return options(**tuning)
+    except ValidationError as error:
+        first, known = error.errors()[0], ", ".join(sorted(options.model_fields)) or "no options"
+        raise InputError(
+            f"tuning: {owner} takes {known}; {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        ) from error

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx
 
-from ...ir import Function, Program, arguments, run
+from ...ir import Function, Program, arguments
 from ...ir.ops.attention import SPANS
-from ...ir.rewrite.cleanup import sweep
-from ..engine.feed import empty_inputs
+from ..engine.feed import watched
 
 A, G = torch.ops.aten, torch.ops.graftwork
 ATTENDS = (G.attend.default, G.attend_quantized.default)
@@ -28,6 +27,12 @@ def reach_of(mask: torch.fx.Node) -> str:
         return ""
     found = {name: arguments(mask)[name] for name in SPANS}
     return " and ".join(_REACHES[name].format(size) for name, size in found.items() if size)
+
+
+def scored(attend: torch.fx.Node) -> dict[str, Any]:
+    """Scale and softcap of an attention, where it has one."""
+    given = arguments(attend)
+    return {n: given[n] for n in ("scale", "softcap") if given.get(n) is not None}
 
 
 @dataclass(frozen=True)
@@ -76,9 +81,8 @@ class Written:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Scale and softcap of the attention, where it has one."""
-        given = arguments(self.attend)
-        return {name: given[name] for name in ("scale", "softcap") if given[name] is not None}
+        """See `scored`."""
+        return scored(self.attend)
 
     @property
     def what(self) -> str:
@@ -118,20 +122,17 @@ class Read(NamedTuple):
 
 def read_of(program: Program, caches: Sequence[Written], window: torch.Tensor) -> Iterator[Read]:
     """What each of the step's caches is read with, when a text i64[T] is fed."""
-    whole = caches[0].function
-    fn = whole.copy()
-    copies = dict(zip(whole, fn, strict=True))
-    asked = [arguments(copies[cache.attend]) for cache in caches]
-    read = ("q", "k", "k_steps", "v", "v_steps")
-    fn.set_outputs({f"{r}.{n}": g[r] for n, g in enumerate(asked) for r in read if r in g})
-    sweep(fn)  # nothing else is written: states may have no rows for so long a text
-    watched = program.with_function(fn)
-    found = run(watched, fn.name, empty_inputs(watched, fn.name, window[None]))
+    asked, read = (
+        [arguments(cache.attend) for cache in caches],
+        ("q", "k", "k_steps", "v", "v_steps"),
+    )
+    values = {f"{r}.{n}": g[r] for n, g in enumerate(asked) for r in read if r in g}
+    (found,) = watched(program, caches[0].function, values, window[None])
     for n, cache in enumerate(caches):
-        keys, values = (
+        keys, rows = (
             G.stored_rows(found[f"{r}.{n}"], found[f"{r}_steps.{n}"], **cache.how)
             if cache.how
             else found[f"{r}.{n}"]
             for r in "kv"
         )
-        yield Read(found[f"q.{n}"], keys, values, cache.options)
+        yield Read(found[f"q.{n}"], keys, rows, cache.options)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from pydantic import Field
+import torch
 
 from ...ir import Function, PassError, Program, Role
 from ...ir.plan import KeepAll
 from ...ir.plan.contract import Contract
 from ...ir.plan.inputs import INPUTS
-from ..engine.base import Effect, Pass, TextSample
+from ..engine.base import Effect, LearningPass, Pass
+from ..policies import CheckedPass
+from .cached_rows import reach_of
 
-Windows = Annotated[int, Field(ge=1, le=4096)]
-Length = Annotated[int, Field(ge=2, le=2**20)]
+G = torch.ops.graftwork
 
 MOVED = "whose functions move rows as they are"
 """Why rows cannot be stored otherwise when another pass decides what becomes of them."""
@@ -41,6 +42,17 @@ class CacheContents(Pass):
         rest = f", {why}" if why else ""
         self.refuse(taken, f"the plan has cache={program.plan.cache.brief} already{rest}")
 
+    def refuse_places(self, program: Program, why: str = "") -> None:
+        """Errors: `PassError`, and why, if attention over caches asks where rows stand."""
+        rest = f", {why}" if why else ""
+        for fn in program.functions.values():
+            masks = fn.calls(G.step_mask.default)
+            for near in filter(None, map(reach_of, masks)):
+                self.refuse(True, f"{fn.name} looks back over {near}{rest}")
+            by_distance = bool(masks and fn.calls(G.alibi.default, G.distance_bias.default))
+            weighs = "weighs rows by their distance (ALiBi, or a table)"
+            self.refuse(by_distance, f"{fn.name} {weighs}{rest}")
+
     def refuse_small(self, program: Program, block: int) -> None:
         """Errors: `PassError` if a step with a draft is wider than a block, whose end it may not go
         beyond."""
@@ -52,16 +64,14 @@ class CacheContents(Pass):
         )
 
 
-class LearnedContents(CacheContents):
-    """Base of those that learn what they do on text. windows: of text, of `length` tokens each."""
+class RecordedContents(CacheContents, CheckedPass):
+    """Base of those that put a record of what they do into the plan."""
 
-    windows: Windows = 8
-    length: Length = 512
+    reads: ClassVar[frozenset[Effect]] = CacheContents.reads | {Effect.DECODE_PLAN}
 
-    @property
-    def text(self) -> TextSample:
-        """The windows."""
-        return TextSample(self.windows, self.length)
+
+class LearnedContents(LearningPass, CacheContents):
+    """Base of those that learn what they do on text."""
 
 
 def upkeep(program: Program, name: str) -> Function:

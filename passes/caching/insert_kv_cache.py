@@ -46,6 +46,7 @@ from ...ir.ops.attention import SPANS
 from ...ir.plan.inputs import INPUTS
 from ...ir.rewrite.cleanup import sweep
 from ..engine.base import Effect, Outcome, Pass, register
+from .cached_rows import scored
 from .recurrent_states import RECURRENT, insert_recurrent_states
 from .source_states import insert_source_states
 
@@ -57,7 +58,6 @@ MIXERS = (G.attention.default, *RECURRENT, G.source_attention.default)
 class InsertKvCache(Pass):
     """No options."""
 
-    name: ClassVar[str] = "insert_kv_cache"
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     provides: ClassVar[frozenset[str]] = frozenset({"cached"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.CACHE_LAYOUT})
@@ -66,7 +66,6 @@ class InsertKvCache(Pass):
     )
 
     def run(self, program: Program) -> Outcome:
-        """Add states and cached attention. See the module docstring."""
         if not program.step.calls(*MIXERS):
             left = " without a cache" if program.states else ""
             return Outcome(program, 0, f"{program.step.name} has no graftwork.attention{left}")
@@ -170,17 +169,11 @@ class _Inserter:
         given = arguments(node)
         q, k, v, sinks = (given[name] for name in ("q", "k", "v", "sinks"))
         layer, span = given["layer"], {n: given[n] for n in SPANS if given[n] is not None}
-        options: dict[str, Any] = {
-            name: n for name, n in node.kwargs.items() if name in ("scale", "softcap")
-        }
         mask, site = self.mask(span), site_of(node)
         with self.fn.graph.inserting_before(node):
             keys = self.write(layer, "key", k, site)
             values = self.write(layer, "value", v, site)
             bias = self.bias(given["slopes"], given["distances"], site)
-            args = [q, keys, values, mask]
-            if bias is not None or sinks is not None:
-                args += [bias, sinks]
-            attended = self.fn.call(G.attend.default, *args, site=site, **options)
-        node.replace_all_uses_with(attended)
-        self.fn.graph.erase_node(node)
+            how = {"bias": bias, "sinks": sinks, **scored(node)}
+            attended = self.fn.call(G.attend.default, q, keys, values, mask, site=site, **how)
+        self.fn.replace(node, attended)

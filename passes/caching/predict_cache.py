@@ -34,21 +34,19 @@ text that has fewer tokens than a map has inputs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
 import torch.fx
 from pydantic import Field
 
-from ...ir import Dim, Function, Program, TensorType, Weight, run, type_of
+from ...ir import Function, Program, Weight, type_of
 from ...ir.plan import NoSource, Predicted, Whole
-from ...ir.rewrite.cleanup import sweep
 from ...ir.rewrite.subgraph import beyond
-from ..engine.base import Effect, Evidence, Outcome, register
-from ..engine.feed import empty_inputs
+from ..engine.base import Effect, Evidence, Outcome, Windows, register
+from ..engine.feed import watched
 from .cached_rows import CachedRows, Written, written
-from .contents import LearnedContents, Windows
-from .least_squares import Linear, solved
+from .contents import LearnedContents
 
 A, G = torch.ops.aten, torch.ops.graftwork
 PREDICT = "predict"
@@ -58,25 +56,23 @@ Size = Annotated[int, Field(ge=1, le=4096)]
 @register
 class PredictCache(LearnedContents):
     """layers: that prompts run through, the first ones; 0: half of them. sources: of those, the
-    last ones, whose keys and values the others' are predicted from. windows: of text, of `length`
-    tokens each, to learn from."""
+    last ones, whose keys and values the others' are predicted from. windows, length: of
+    text (see `LearningPass`)."""
 
     layers: Annotated[int, Field(ge=0, le=4096)] = 0
     sources: Size = 1
     windows: Windows = 16
 
-    name: ClassVar[str] = "predict_cache"
     effects: ClassVar[frozenset[Effect]] = LearnedContents.effects | {
         Effect.FUNCTIONS,
         Effect.DECODE_PLAN,
     }
 
     def learn(self, program: Program, evidence: Evidence) -> Outcome:
-        """Add the function. See the module docstring."""
         if not list(written(program.step, program)):
             return Outcome(program, 0, f"{program.step.name} writes no rows that attention reads")
         first = self._checked(program)
-        found = self._learned(program, first, evidence.sampled(self.text, program))
+        found = self._learned(program, first, evidence.sampled(self.sample, program))
         weights = dict[str, Weight]()
         for name, linear in found.items():
             for part, tensor in (("predictor", linear.weight), ("predictor_bias", linear.bias)):
@@ -124,18 +120,12 @@ class PredictCache(LearnedContents):
 
     def _learned(self, program: Program, first: int, windows: torch.Tensor) -> dict[str, Linear]:
         """Of every state that is predicted, what predicts it."""
-        watched = program.step.copy()
-        caches = list(written(watched, program))
+        caches = list(written(program.step, program))
         nodes = {rows.names[0]: _plain(rows) for rows in _rows(caches)}
         near = [rows.names[0] for rows in _sources(caches, first, self.sources)]
         wanted = [rows.names[0] for rows in _rows(caches[first:])]
-        watched.set_outputs({f"plain.{name}": node for name, node in nodes.items()})
-        sweep(watched)
-        watching = program.with_function(watched)
-        texts = [
-            run(watching, watched.name, empty_inputs(watching, watched.name, window[None]))
-            for window in windows
-        ]
+        plain = {f"plain.{name}": node for name, node in nodes.items()}
+        texts = list(watched(program, program.step, plain, windows))
         seen = {
             name: torch.cat([_flat(text[f"plain.{name}"]) for text in texts]).double()
             for name in nodes
@@ -148,7 +138,7 @@ class PredictCache(LearnedContents):
         )
         maps = solved(inputs, [seen[name] for name in wanted])
         return {
-            name: found._replace(dtype=_dtype(nodes[name]))
+            name: found._replace(dtype=type_of(nodes[name]).dtype)
             for name, found in zip(wanted, maps, strict=True)
         }
 
@@ -213,7 +203,7 @@ def _as_row(fn: Function, rows: torch.fx.Node) -> torch.fx.Node:
     """Rows f[B,G,T,D] as f[B,T,G*D]."""
     batch, heads, tokens, width = type_of(rows).dims
     turned = fn.call(A.permute.default, rows, [0, 2, 1, 3])
-    return fn.call(A.reshape.default, turned, [batch, tokens, _times(heads, width)])
+    return fn.call(A.reshape.default, turned, [batch, tokens, int(str(heads)) * int(str(width))])
 
 
 def _as_heads(fn: Function, row: torch.fx.Node, like: torch.fx.Node) -> torch.fx.Node:
@@ -223,11 +213,32 @@ def _as_heads(fn: Function, row: torch.fx.Node, like: torch.fx.Node) -> torch.fx
     return fn.call(A.permute.default, parted, [0, 2, 1, 3])
 
 
-def _dtype(node: torch.fx.Node) -> torch.dtype:
-    found = type_of(node)
-    assert isinstance(found, TensorType)
-    return found.dtype
+PENALTY = 1e-6
+"""Of the least squares, over the inputs' mean square."""
 
 
-def _times(one: Dim, other: Dim) -> int:
-    return int(str(one)) * int(str(other))
+class Linear(NamedTuple):
+    """weight f32[G*D,inputs], bias f32[G*D], the share of the variance that they leave, and the
+    dtype in which they run."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+    left: float
+    dtype: torch.dtype = torch.float32
+
+
+def solved(inputs: torch.Tensor, wanted: Sequence[torch.Tensor]) -> list[Linear]:
+    """Least squares of each of the `wanted` f64[N,O] from `inputs` f64[N,I], about their means."""
+    middle = inputs.mean(0)
+    centred = inputs - middle
+    square = centred.T @ centred
+    square += PENALTY * square.diagonal().mean().clamp(min=1e-12) * torch.eye(len(square))
+    factor = torch.linalg.cholesky(square)
+    made = []
+    for rows in wanted:
+        mean = rows.mean(0)
+        weight = torch.cholesky_solve(centred.T @ (rows - mean), factor).T
+        rest = (rows - mean - centred @ weight.T).square().sum()
+        varies = (rows - mean).square().sum().clamp(min=1e-12)
+        made.append(Linear(weight.float(), (mean - weight @ middle).float(), float(rest / varies)))
+    return made

@@ -26,14 +26,13 @@ for groups of heads, columns and keys; here each column of a head has one that f
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 import torch.fx
 
-from ...ir import Function, PassError, Program, State, TensorType, arguments, site_of, type_of
+from ...ir import Function, Program, State, TensorType, arguments, site_of, type_of
 from ..engine.base import Outcome, register
 from .contents import CacheContents
+from .exchange import beside, erase, exchanged
 
 G = torch.ops.graftwork
 STEP, ROUNDED = G.linear_attention_step.default, G.linear_attention_step_int8.default
@@ -47,10 +46,7 @@ PARTS = ("codes", "scale")
 class QuantizeState(CacheContents):
     """No options."""
 
-    name: ClassVar[str] = "quantize_state"
-
     def run(self, program: Program) -> Outcome:
-        """Hold them so in every function. See the module docstring."""
         calls = [node for fn in program.functions.values() for node in fn.calls(STEP)]
         wanted = {_state(n) for n in calls if type_of(arguments(n)["state"]).dims[2] != 1}
         if not wanted:
@@ -58,10 +54,9 @@ class QuantizeState(CacheContents):
             return Outcome(
                 program, 0, few if calls else "no function has a recurrence with a state"
             )
-        states: dict[str, State] = {}
-        for name, state in program.states.items():
-            made = _parts(state) if name in wanted else [state]
-            states.update({each.name: each for each in made})
+        states = exchanged(
+            program.states, {name: _parts(program.states[name]) for name in sorted(wanted)}
+        )
         functions = {
             name: _rounded(fn, wanted, states) if fn.calls(STEP) else fn
             for name, fn in program.functions.items()
@@ -79,10 +74,7 @@ def _parts(state: State) -> list[State]:
     batch, heads, _, values = state.type.dims
     codes = TensorType(torch.int8, state.type.dims)
     scale = TensorType(torch.float32, (batch, heads, values))
-    return [
-        State(f"{state.name}.{part}", type, state.layer, f"{state.part}_{part}")
-        for part, type in zip(PARTS, (codes, scale), strict=True)
-    ]
+    return [beside(state, PARTS[0], codes), beside(state, PARTS[1], scale)]
 
 
 def _rounded(function: Function, wanted: set[str], states: dict[str, State]) -> Function:
@@ -108,17 +100,5 @@ def _rounded(function: Function, wanted: set[str], states: dict[str, State]) -> 
     outputs = [made.get(name, {name: value}) for name, value in fn.outputs.items()]
     fn.set_outputs({name: value for each in outputs for name, value in each.items()})
     for old in olds:
-        _erase(fn, old)
+        erase("quantize_state", fn, old, "the recurrence itself can read a state in 8 bits")
     return fn
-
-
-def _erase(fn: Function, node: torch.fx.Node) -> None:
-    """Take away what read or wrote a state in float. Errors: `PassError` if something else does."""
-    if node.users:
-        reader = next(iter(node.users))
-        raise PassError(
-            f"quantize_state: %{reader.name} of {fn.name} ({reader.target}) reads {node.name} in "
-            "float, and only the recurrence itself can read a state in 8 bits: leave out the pass "
-            "that needs it, or this one"
-        )
-    fn.graph.erase_node(node)

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.fx
@@ -41,7 +41,6 @@ from pydantic import Field
 
 from ...ir import (
     Function,
-    PassError,
     Program,
     State,
     TensorType,
@@ -54,7 +53,7 @@ from ...ir.ops.quantized_cache import check_stored, hadamard
 from ..engine.base import Evidence, Outcome, register
 from .cached_rows import Written, read_of, written
 from .contents import MOVED, LearnedContents
-from .quantize_cache import erase
+from .exchange import Parts, beside, exchange, exchanged, state_of
 
 A, G = torch.ops.aten, torch.ops.graftwork
 
@@ -69,53 +68,52 @@ class QuantizeStatic(LearnedContents):
     turned: bool = True
     clip: Annotated[float, Field(ge=0, lt=0.5)] = 0.0005
 
-    name: ClassVar[str] = "quantize_static"
-
     def learn(self, program: Program, evidence: Evidence) -> Outcome:
-        """Store rows on steps of text. See the module docstring."""
         caches = list(written(program.step, program))
         if not caches:
             return Outcome(program, 0, f"{program.step.name} has no attention that reads a cache")
         self.refuse_other(program, MOVED)
         for cache in caches:
             self._check(cache, program)
-        windows = evidence.sampled(self.text, program)
+        windows = evidence.sampled(self.sample, program)
         ranges, clipped = self._ranges(program, caches, windows)
-        made = {name: state for name, state in program.states.items() if name not in ranges}
-        made |= {f"{name}.codes": self._codes(program.states[name]) for name in ranges}
+        made = {name: [self._codes(program.states[name])] for name in ranges}
         weights = [w for r in ranges.values() for w in (r.step, r.least, r.times, r.plus)]
-        functions = {
-            name: self._stored(fn, ranges, program, made) for name, fn in program.functions.items()
-        }
+        functions = {name: self._stored(fn, ranges, made) for name, fn in program.functions.items()}
         changed = program.replace(
-            functions=functions, states=made, weights=program.weights.adding(*weights)
+            functions=functions,
+            states=exchanged(program.states, made),
+            weights=program.weights.adding(*weights),
         )
         remark = f"{clipped:.2%} of the text's numbers lie beyond the range of their channel"
         return Outcome(changed, len(caches), remarks=(remark,))
 
     def _check(self, cache: Written, program: Program) -> None:
-        given = arguments(cache.attend)
-        wrong = None
-        if cache.how:
-            wrong = "stores rows in few bits already"
-        elif not cache.whole:
-            wrong = "reads what is not a cache's rows"
-        elif given["softcap"] is not None or given["sinks"] is not None:
-            wrong = "bounds its scores, or has sinks: steps of channels need scores as they are"
-        elif type_of(given["q"]).dtype != torch.float32:
-            wrong = f"has queries in {type_of(given['q']).dtype}; steps of channels need float32"
-        if wrong is not None:
-            raise PassError(f"{self.name}: attention of {cache.what} {wrong}")
+        self.refuse(bool(cache.how), f"attention of {cache.what} stores rows in few bits already")
+        self.refuse(not cache.whole, f"attention of {cache.what} reads what is not a cache's rows")
+        self._check_scores(cache.attend, cache.what)
         for name in cache.names:
             width = program.states[name].type.dims[3]
             assert isinstance(width, int)
             check_stored(self.name, width, self.bits, self.turned)
 
+    def _check_scores(self, attend: torch.fx.Node, what: str) -> None:
+        given = arguments(attend)
+        self.refuse(
+            given["softcap"] is not None or given["sinks"] is not None,
+            f"attention of {what} bounds its scores, or has sinks: steps of channels need scores "
+            f"as they are",
+        )
+        dtype = type_of(given["q"]).dtype
+        self.refuse(
+            dtype != torch.float32,
+            f"attention of {what} has queries in {dtype}; steps of channels need float32",
+        )
+
     def _codes(self, state: State) -> State:
         *outer, width = state.type.dims
         assert isinstance(width, int)
-        type = TensorType(torch.uint8, (*outer, width * self.bits // 8))
-        return State(f"{state.name}.codes", type, state.layer, f"{state.part}_codes")
+        return beside(state, "codes", TensorType(torch.uint8, (*outer, width * self.bits // 8)))
 
     def _ranges(
         self, program: Program, caches: Sequence[Written], windows: torch.Tensor
@@ -146,74 +144,52 @@ class QuantizeStatic(LearnedContents):
         self,
         function: Function,
         ranges: Mapping[str, _Range],
-        program: Program,
-        states: Mapping[str, State],
+        made: Mapping[str, Sequence[State]],
     ) -> Function:
         """A function with what it reads and writes of these states stored."""
-        if not any(function.has_input(name) for name in ranges):
-            return function
-        fn = function.copy()
-        outputs, units = dict(fn.outputs), dict[int, torch.fx.Node]()
-        for write in list(written(fn, program)):
-            if write.keys.names[0] not in ranges:
-                continue
-            self._check(write, program)
-            with fn.graph.inserting_before(write.attend):
-                codes = [
-                    self._write(fn, part, ranges, states) for part in (write.keys, write.values)
-                ]
-                read = self._attend(fn, write, codes, ranges, units)
-            write.attend.replace_all_uses_with(read)
-            fn.graph.erase_node(write.attend)
-            for part, node in zip((write.keys, write.values), codes, strict=True):
-                (name,) = part.names
-                outputs[f"{name}.codes"] = node
-                outputs.pop(name)
-        fn.set_outputs(outputs)
-        for node in reversed(list(fn)):
-            own = node.target is G.cache_write.default and str(node.args[0].target) in ranges  # type: ignore[union-attr]
-            if own or (node.op == "placeholder" and str(node.target) in ranges):
-                erase(self.name, fn, node)
-        return fn
+        units = dict[Any, torch.fx.Node]()
 
-    def _write(self, fn: Function, part: Any, ranges: Any, states: Any) -> torch.fx.Node:
-        """The codes of all rows, those of the step written."""
-        (name,) = part.names
-        new, of = part.new, ranges[name]
-        rows = fn.call(G.hadamard_rows.default, new) if self.turned else new
-        weights = fn.weight(of.step), fn.weight(of.least)
-        codes = fn.call(G.static_codes.default, rows, *weights, bits=self.bits)
-        kept = fn.add_input(f"{name}.codes", states[f"{name}.codes"].type)
-        past = arguments(part.writes[0])["past"]
-        return fn.call(G.cache_write.default, kept, codes, past, site=site_of(part.writes[0]))
+        def write(fn: Function, node: torch.fx.Node, caches: Parts) -> Parts:
+            given, of = arguments(node), ranges[state_of(node)]
+            new, weights = given["new"], (fn.weight(of.step), fn.weight(of.least))
+            rows = fn.call(G.hadamard_rows.default, new) if self.turned else new
+            codes = fn.call(G.static_codes.default, rows, *weights, bits=self.bits)
+            operands = caches[0], codes, given["past"]
+            return (fn.call(G.cache_write.default, *operands, site=site_of(node)),)
+
+        def attend(fn: Function, node: torch.fx.Node, keys: Parts, values: Parts) -> torch.fx.Node:
+            self._check_scores(node, fn.name)
+            heads = type_of(keys[0]).dims[1]
+            if heads not in units:
+                units[heads] = fn.call(G.unit_steps.default, keys[0])
+            return self._attend(fn, node, keys[0], values[0], ranges, units[heads])
+
+        return exchange(self.name, function, made, write, attend)
 
     def _attend(
         self,
         fn: Function,
-        write: Written,
-        codes: Sequence[torch.fx.Node],
-        ranges: Any,
-        units: dict[int, torch.fx.Node],
+        node: torch.fx.Node,
+        keys: torch.fx.Node,
+        values: torch.fx.Node,
+        ranges: Mapping[str, _Range],
+        unit: torch.fx.Node,
     ) -> torch.fx.Node:
-        given = arguments(write.attend)
-        keys, values = (ranges[part.names[0]] for part in (write.keys, write.values))
+        given = arguments(node)
+        of_keys, of_values = ranges[state_of(given["k"])], ranges[state_of(given["v"])]
         query = fn.call(G.hadamard_rows.default, given["q"]) if self.turned else given["q"]
-        query = fn.call(A.mul.Tensor, query, fn.weight(keys.times))
-        heads = int(str(type_of(codes[0]).dims[1]))
-        if heads not in units:
-            units[heads] = fn.call(G.unit_steps.default, codes[0])
-        unit = units[heads]
-        bias = [] if given["bias"] is None else [given["bias"]]
+        query = fn.call(A.mul.Tensor, query, fn.weight(of_keys.times))
         out = fn.call(
             G.attend_quantized.default,
-            *(query, codes[0], unit, codes[1], unit, given["mask"], *bias),
-            site=site_of(write.attend),
+            *(query, keys, unit, values, unit, given["mask"]),
+            site=site_of(node),
+            bias=given["bias"],
             bits=self.bits,
             turned=False,
             scale=given["scale"],
         )
-        out = fn.call(A.mul.Tensor, out, fn.weight(values.times))
-        out = fn.call(A.add.Tensor, out, fn.weight(values.plus))
+        out = fn.call(A.mul.Tensor, out, fn.weight(of_values.times))
+        out = fn.call(A.add.Tensor, out, fn.weight(of_values.plus))
         return fn.call(G.hadamard_rows.default, out) if self.turned else out
 
 

@@ -32,79 +32,67 @@ all rows.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from pydantic import Field
 
-from ...ir import Function, PassError, Program, State, Sym, TensorType, arguments
+from ...ir import Function, Program, State, Sym, TensorType, arguments
 from ...ir.plan import MarkChunks
-from ..engine.base import Effect, Outcome, register
+from ...ir.plan.bounds import Context, Rank
+from ..engine.base import Outcome
+from ..policies import builds
 from .cached_rows import Written, reach_of, written
-from .contents import CacheContents, upkeep
+from .contents import RecordedContents, upkeep
 from .read_sparse import attend_rows, check_sparse
 
 G = torch.ops.graftwork
-GROUPS = "C.2"
-
-Rows = Annotated[int, Field(ge=1, le=2**20)]
 
 
-@register
-class ReadChunks(CacheContents):
+@builds(MarkChunks)
+class ReadChunks(RecordedContents):
     """rows: that a token reads of whole blocks, so many chunks as they make. chunk: rows that share
     a landmark. block: rows that come before they get landmarks. full: first layers that read all
     rows."""
 
-    rows: Rows = 256
-    chunk: Annotated[int, Field(ge=1, le=4096)] = 8
-    block: Annotated[int, Field(ge=1, le=4096)] = 64
-    full: Annotated[int, Field(ge=0, le=4096)] = 0
+    rows: Context = 256
+    full: Rank = 0
 
     name: ClassVar[str] = "read_chunks"
-    reads: ClassVar[frozenset[Effect]] = CacheContents.reads | {Effect.DECODE_PLAN}
 
     def run(self, program: Program) -> Outcome:
-        """Read what is picked. See the module docstring."""
         caches = list(written(program.step, program))[self.full :]
         if not caches:
             return Outcome(program, 0, f"no attention of {program.step.name} is left to read fewer")
-        self._check(program)
-        marks = {cache.keys.names[0]: self._marks(program, cache) for cache in caches}
+        record: MarkChunks = self.made()
+        self._check(program, record)
+        marks = {cache.keys.names[0]: _marks(program, cache, record.groups) for cache in caches}
         functions = {
-            name: self._edited(fn.copy(), program, marks) for name, fn in program.functions.items()
+            name: self._edited(fn.copy(), program, marks, record)
+            for name, fn in program.functions.items()
         }
-        mark = self._mark(program, marks)
+        mark = _mark(program, marks, record)
         functions[mark.name] = mark
         states = {**program.states, **{state.name: state for state in marks.values()}}
-        record = MarkChunks(mark.name, self.block, self.chunk, GROUPS)
-        plan = replace(program.plan, cache=record)
+        plan = replace(program.plan, cache=replace(record, function=mark.name))
         made = program.replace(functions=functions, states=states, plan=plan)
         return Outcome(made, len(marks))
 
-    def _check(self, program: Program) -> None:
+    def _check(self, program: Program, record: MarkChunks) -> None:
         self.refuse_other(program)
-        self.refuse_small(program, self.block)
-        wrong = ""
-        if self.block % self.chunk or self.rows % self.chunk:
-            wrong = (
-                f"rows={self.rows}, block={self.block} and chunk={self.chunk}: expected rows and "
-                f"blocks of whole chunks"
-            )
-        elif self.block > program.info.context:
-            wrong = (
-                f"block={self.block} is more than the model's context of {program.info.context}: "
-                f"no chunk would ever get a landmark"
-            )
-        self.refuse(bool(wrong), wrong)
+        self.refuse_small(program, record.block)
+        self.refuse(
+            self.rows % record.chunk != 0,
+            f"rows={self.rows} and chunk={record.chunk}: expected rows of whole chunks",
+        )
+        self.refuse(
+            record.block > program.info.context,
+            f"block={record.block} is more than the model's context of {program.info.context}: "
+            f"no chunk would ever get a landmark",
+        )
 
-    def _marks(self, program: Program, cache: Written) -> State:
-        keys = program.states[cache.keys.names[0]]
-        batch, heads, _, width = keys.type.dims
-        type = TensorType(torch.float32, (batch, heads, Sym(GROUPS), width))
-        return State(f"{keys.name.rpartition('.key')[0]}.marks", type, keys.layer, "marks")
-
-    def _edited(self, fn: Function, program: Program, marks: dict[str, State]) -> Function:
+    def _edited(
+        self, fn: Function, program: Program, marks: dict[str, State], record: MarkChunks
+    ) -> Function:
         """The function, changed where it reads a cache that has landmarks."""
         for write in list(written(fn, program)):
             state = marks.get(write.keys.names[0])
@@ -112,38 +100,43 @@ class ReadChunks(CacheContents):
                 continue
             check_sparse(self.name, write)
             given = arguments(write.attend)
-            if near := reach_of(given["mask"]):
-                raise PassError(
-                    f"{self.name}: {write.what} looks back over {near}, and chunks are picked "
-                    f"among all rows"
-                )
+            near = reach_of(given["mask"])
+            self.refuse(
+                bool(near),
+                f"{write.what} looks back over {near}, and chunks are picked among all rows",
+            )
             kept = fn.add_input(state.name, state.type)
             with fn.graph.inserting_before(write.attend):
-                how = write.options
                 rows = fn.call(
                     G.chunk_rows.default,
                     *(given["q"], kept, given["mask"], fn.input("past")),
-                    chunks=self.rows // self.chunk,
-                    chunk=self.chunk,
-                    block=self.block,
+                    chunks=self.rows // record.chunk,
+                    chunk=record.chunk,
+                    block=record.block,
                     # A tree has more nodes than levels: they may lie beyond the block's end.
-                    latest=self.block + program.plan.columns,
-                    **how,
+                    latest=record.block + program.plan.columns,
+                    **write.options,
                 )
                 attend_rows(write, rows)
         return fn
 
-    def _mark(self, program: Program, marks: dict[str, State]) -> Function:
-        """The function that gives the last block's chunks their landmarks."""
-        fn = upkeep(program, "mark")
-        past = fn.input("past")
-        made = {}
-        for key, state in marks.items():
-            keys = fn.add_input(key, program.states[key].type)
-            kept = fn.add_input(state.name, state.type)
-            means = fn.call(G.chunk_means.default, keys, past, block=self.block, chunk=self.chunk)
-            made[state.name] = fn.call(
-                G.store_rows.default, kept, means, past, after=self.block, each=self.chunk
-            )
-        fn.set_outputs(made)
-        return fn
+
+def _marks(program: Program, cache: Written, groups: str) -> State:
+    """The state of a layer's landmarks."""
+    keys = program.states[cache.keys.names[0]]
+    batch, heads, _, width = keys.type.dims
+    type = TensorType(torch.float32, (batch, heads, Sym(groups), width))
+    return State(f"{keys.name.rpartition('.key')[0]}.marks", type, keys.layer, "marks")
+
+
+def _mark(program: Program, marks: dict[str, State], record: MarkChunks) -> Function:
+    """The function that gives the last block's chunks their landmarks."""
+    fn, block, chunk = upkeep(program, "mark"), record.block, record.chunk
+    past, made = fn.input("past"), {}
+    for key, state in marks.items():
+        keys = fn.add_input(key, program.states[key].type)
+        kept = fn.add_input(state.name, state.type)
+        means = fn.call(G.chunk_means.default, keys, past, block=block, chunk=chunk)
+        made[state.name] = fn.call(G.store_rows.default, kept, means, past, after=block, each=chunk)
+    fn.set_outputs(made)
+    return fn

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import torch.fx
@@ -53,13 +53,13 @@ from ...ir import (
     TensorType,
     Weight,
     arguments,
-    run,
     site_of,
 )
 from ..engine.base import Evidence, Outcome, TextSample, register
-from ..engine.feed import empty_inputs
+from ..engine.feed import watched
 from .cached_rows import Written, written
-from .contents import CacheContents
+from .contents import LearnedContents
+from .exchange import beside
 
 A, G = torch.ops.aten, torch.ops.graftwork
 BITS = 4
@@ -71,7 +71,7 @@ Some = Annotated[int, Field(ge=0, le=4096)]
 
 
 @register
-class ReadSparse(CacheContents):
+class ReadSparse(LearnedContents):
     """pick: by the attention that rows get where all are read, or by labels. rows: that a token
     reads of a cache. full: first layers that read all rows. picks: layers beyond these that pick,
     evenly apart, for those behind them, too; 0: each for itself. channels: of a key in its label,
@@ -83,23 +83,16 @@ class ReadSparse(CacheContents):
     full: Some = 0
     picks: Some = 0
     channels: Annotated[int, Field(ge=2, le=256, multiple_of=2)] = 8
-    windows: Annotated[int, Field(ge=1, le=4096)] = 8
-    length: Rows = 512
-
-    name: ClassVar[str] = "read_sparse"
 
     @property
     def text(self) -> TextSample | None:
-        """What channels are found on."""
-        return TextSample(self.windows, self.length) if self.pick == "labels" else None
+        return self.sample if self.pick == "labels" else None
 
     def learn(self, program: Program, evidence: Evidence) -> Outcome:
         """The same as `run`, with channels that are found on text."""
-        assert self.text is not None
-        return self._made(program, evidence.sampled(self.text, program))
+        return self._made(program, evidence.sampled(self.sample, program))
 
     def run(self, program: Program) -> Outcome:
-        """Read what is picked. See the module docstring."""
         return self._made(program, None)
 
     def _made(self, program: Program, windows: torch.Tensor | None) -> Outcome:
@@ -112,7 +105,7 @@ class ReadSparse(CacheContents):
             for write in written(fn, program):
                 if write.keys.names[0] in turns:
                     check_sparse(self.name, write)
-        labels = self._labels(program, caches, windows)
+        labels = {} if windows is None else self._labels(program, caches, windows, turns)
         states = {s.name: s for label in labels.values() for s in label.states}
         functions = {
             name: _Editor(fn.copy(), program, self, turns, labels).edited()
@@ -143,25 +136,25 @@ class ReadSparse(CacheContents):
         return {name: None if n < self.full else n in picking for n, name in enumerate(names)}
 
     def _labels(
-        self, program: Program, caches: Sequence[Written], windows: torch.Tensor | None
+        self,
+        program: Program,
+        caches: Sequence[Written],
+        windows: torch.Tensor,
+        turns: Mapping[str, bool | None],
     ) -> dict[str, _Label]:
         """By the state of a layer's keys: what its label is."""
-        if windows is None:
-            return {}
-        turns = self._turns(caches)
-        weights = label_weights(program, caches, windows)
-        labels = {}
+        weights, labels = label_weights(program, caches, windows), {}
         for cache, sizes in zip(caches, weights, strict=True):
             name = cache.keys.names[0]
             if not turns[name]:
                 continue
-            if sizes.shape[1] < self.channels:
-                raise PassError(
-                    f"{self.name}: keys of {cache.what} have {sizes.shape[1]} channels, fewer than "
-                    f"channels={self.channels}"
-                )
+            self.refuse(
+                sizes.shape[1] < self.channels,
+                f"keys of {cache.what} have {sizes.shape[1]} channels, fewer than "
+                f"channels={self.channels}",
+            )
             best = sizes.topk(self.channels, dim=1).indices.sort(dim=1).values
-            labels[name] = _Label.of(program.states[name], best)
+            labels[name] = _label(program.states[name], best)
         return labels
 
 
@@ -173,17 +166,10 @@ def label_weights(
 
     Source: Yang et al., "Post-Training Sparse Attention with Double Sparsity" (2024).
     """
-    fn = program.step.copy()
-    copies = dict(zip(program.step, fn, strict=True))
-    outputs = {}
-    for n, cache in enumerate(caches):
-        outputs[f"q.{n}"] = copies[arguments(cache.attend)["q"]]
-        outputs[f"k.{n}"] = copies[cache.keys.new]
-    fn.set_outputs(outputs)
-    watched = program.with_function(fn)
+    values = {f"k.{n}": cache.keys.new for n, cache in enumerate(caches)}
+    values |= {f"q.{n}": arguments(cache.attend)["q"] for n, cache in enumerate(caches)}
     parts = [torch.zeros(()) for _ in caches]
-    for window in windows:
-        found = run(watched, fn.name, empty_inputs(watched, fn.name, window[None]))
+    for found in watched(program, program.step, values, windows):
         for n in range(len(caches)):
             queries, keys = (found[f"{r}.{n}"][0].float().abs().mean(1) for r in "qk")
             grouped = queries.reshape(len(keys), -1, queries.shape[1]).mean(1)
@@ -191,46 +177,37 @@ def label_weights(
     return parts
 
 
-@dataclass(frozen=True)
-class _Label:
+class _Label(NamedTuple):
     """weight: i64[G,R], the channels. states: codes of rows, and their steps."""
 
     weight: Weight
     states: tuple[State, State]
 
-    @classmethod
-    def of(cls, keys: State, channels: torch.Tensor) -> _Label:
-        """channels i64[G,R]."""
-        base, rows = keys.name.rpartition(".key")[0], keys.type.dims[:3]
-        codes = TensorType(torch.uint8, (*rows, channels.shape[1] * BITS // 8))
-        steps = TensorType(torch.float32, (*rows, 2))
-        return cls(
-            Weight.of(f"{base}.channels", channels),
-            (
-                State(f"{base}.label.codes", codes, keys.layer, "label_codes"),
-                State(f"{base}.label.steps", steps, keys.layer, "label_steps"),
-            ),
-        )
+
+def _label(keys: State, channels: torch.Tensor) -> _Label:
+    """channels i64[G,R]."""
+    base, rows = keys.name.rpartition(".key")[0], keys.type.dims[:3]
+    codes = TensorType(torch.uint8, (*rows, channels.shape[1] * BITS // 8))
+    steps = TensorType(torch.float32, (*rows, 2))
+    label = State(f"{base}.label", codes, keys.layer, "label")
+    states = beside(label, "codes", codes), beside(label, "steps", steps)
+    return _Label(Weight.of(f"{base}.channels", channels), states)
 
 
+@dataclass
 class _Editor:
     """Changes a function, layer by layer."""
 
-    def __init__(
-        self,
-        fn: Function,
-        program: Program,
-        options: ReadSparse,
-        turns: Mapping[str, bool | None],
-        labels: Mapping[str, _Label],
-    ) -> None:
-        self.fn, self.program, self.options = fn, program, options
-        self.turns, self.labels = turns, labels
-        self.outputs = dict(fn.outputs)
-        self.picked: tuple[torch.fx.Node, Any] | None = None
+    fn: Function
+    program: Program
+    options: ReadSparse
+    turns: Mapping[str, bool | None]
+    labels: Mapping[str, _Label]
+    picked: tuple[torch.fx.Node, Any] | None = None
 
     def edited(self) -> Function:
         """The function, changed where it reads a cache of the step's."""
+        self.outputs = dict(self.fn.outputs)
         for write in list(written(self.fn, self.program)):
             turn = self.turns.get(write.keys.names[0])
             if turn is None:
@@ -241,10 +218,9 @@ class _Editor:
         return self.fn
 
     def _read(self, write: Written, picks: bool) -> None:
-        given = arguments(write.attend)
+        given, by_attention = arguments(write.attend), self.options.pick == "attention"
         label = self.labels.get(write.keys.names[0])
         stored = None if label is None else self._stored(write, label)
-        by_attention = self.options.pick == "attention"
         if picks or self.picked is None:
             asked = given["q"], given["k"]
             if stored is not None and label is not None:
@@ -255,12 +231,12 @@ class _Editor:
             if by_attention:
                 return
         rows, mask = self.picked
-        if mask is not given["mask"]:
-            raise PassError(
-                f"read_sparse: {write.what} may see other rows than the layer before it that "
-                f"picks, such as those of a window or chunk alone: set picks=0 with pick='labels', "
-                f"so that each layer picks for itself"
-            )
+        self.options.refuse(
+            mask is not given["mask"],
+            f"{write.what} may see other rows than the layer before it that picks, such as those "
+            f"of a window or chunk alone: set picks=0 with pick='labels', so that each layer picks "
+            f"for itself",
+        )
         attend_rows(write, rows)
 
     def _taken(self, rows: Any, label: _Label) -> torch.fx.Node:
@@ -283,11 +259,10 @@ class _Editor:
 def attend_rows(write: Written, rows: torch.fx.Node) -> None:
     """Let attention read these rows, i64[B,H,T,R] or i64[B,G,T,R], and no others, in place."""
     fn, attend, given = write.function, write.attend, arguments(write.attend)
-    sinks = [] if given["sinks"] is None else [given["sinks"]]
-    operands = given["q"], given["k"], given["v"], rows, *sinks
-    read = fn.call(G.attend_rows.default, *operands, site=site_of(attend), **write.options)
-    attend.replace_all_uses_with(read)
-    fn.graph.erase_node(attend)
+    operands, how = (given["q"], given["k"], given["v"], rows), write.options
+    how["sinks"] = given["sinks"]
+    read = fn.call(G.attend_rows.default, *operands, site=site_of(attend), **how)
+    fn.replace(attend, read)
 
 
 def check_sparse(what: str, write: Written) -> None:

@@ -22,6 +22,8 @@ a draft began, and a second function of the target with recurrences, which would
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.fx
 
@@ -67,8 +69,7 @@ class _Inserter:
     def __init__(self, fn: Function, states: dict[str, State]) -> None:
         self.fn, self.states = fn, states
         self.written: dict[str, torch.fx.Node] = {}
-        has_past = fn.has_input("past")
-        self.past = fn.input("past") if has_past else fn.add_input("past", INPUTS["past"].type)
+        self.past = fn.taking("past", INPUTS["past"].type)
         self.certain = fn.add_input("certain", INPUTS["certain"].type)
         self.folded = self.state(FOLDED, TensorType.parse("i64[B]"), 0)
 
@@ -77,8 +78,7 @@ class _Inserter:
             recurs = node.target is G.linear_attention.default
             with self.fn.graph.inserting_before(node):
                 new = self.recurrence(node) if recurs else self.convolution(node)
-            node.replace_all_uses_with(new)
-            self.fn.graph.erase_node(node)
+            self.fn.replace(node, new)
         with self.fn.graph.inserting_before(self.fn.output_node):
             covered = self.fn.call(A.add.Tensor, self.past, self.certain)
         self.fn.set_outputs({**self.fn.outputs, **self.written, FOLDED: covered})
@@ -88,18 +88,13 @@ class _Inserter:
         self.states[name] = State(name, type, layer, name.rpartition(".")[2])
         return self.fn.add_input(name, type)
 
-    def step(
-        self, node: torch.fx.Node, target: object, types: dict[str, TensorType]
-    ) -> torch.fx.Node:
+    def step(self, node: torch.fx.Node, target: Any, types: dict[str, TensorType]) -> torch.fx.Node:
         """The call for one step in the place of a node: its states first, then its operands."""
         given = arguments(node)
         layer = int(given.pop("layer"))
-        operands = list(given.values())
-        while operands[-1] is None:
-            operands.pop()
         held = [self.state(name, type, layer) for name, type in types.items()]
         counts = self.folded, self.past, self.certain, None
-        called = self.fn.call(target, *held, *counts, *operands, site=site_of(node))  # type: ignore
+        called = self.fn.call(target, *held, *counts, site=site_of(node), **given)
         for index, name in enumerate(types):
             self.written[name] = self.fn.item(called, index + 1)
         return self.fn.item(called, 0)

@@ -38,24 +38,22 @@ import torch
 from ...ir import Program
 from ...ir.plan import KeepEdited
 from ...ir.plan.inputs import INPUTS
-from ..engine.base import Effect, Outcome
-from ..policies import RecordPass, builds
-from .cached_rows import Written, reach_of, written
-from .contents import CacheContents, upkeep
+from ..engine.base import Outcome
+from ..policies import builds
+from .cached_rows import Written, written
+from .contents import RecordedContents, upkeep
 from .rotation import Rotation
 
 G = torch.ops.graftwork
 
 
 @builds(KeepEdited)
-class ReuseEdited(CacheContents, RecordPass):
+class ReuseEdited(RecordedContents):
     """See the record."""
 
     name: ClassVar[str] = "reuse_edited"
-    reads: ClassVar[frozenset[Effect]] = CacheContents.reads | {Effect.DECODE_PLAN}
 
     def run(self, program: Program) -> Outcome:
-        """Add the function. See the module docstring."""
         writes = list(written(program.step, program))
         if not writes:
             return Outcome(program, 0, "the step writes no keys and values into caches")
@@ -65,11 +63,10 @@ class ReuseEdited(CacheContents, RecordPass):
         moved = {}
         for write in writes:
             (state,) = write.keys.names
-            rotation = Rotation.of(program.step, write.keys.new)
+            rotation = Rotation.of(write.keys.new)
             assert rotation is not None
-            tables = [fn.weight(program.weights[n]) for n in (rotation.cos, rotation.sin)]
             keys = fn.add_input(state, program.states[state].type)
-            given = keys, past, shift, *tables
+            given = keys, past, shift, *rotation.tables(fn, program)
             inner = rotation.interleaved
             moved[state] = fn.call(G.shift_rows.default, *given, interleaved=inner)
         fn.set_outputs(moved)
@@ -84,18 +81,13 @@ class ReuseEdited(CacheContents, RecordPass):
             program.recurrent,
             f"{program.name} has recurrences, which hold what all rows before an edit add up to",
         )
-        for fn in program.functions.values():
-            for mask in fn.calls(G.step_mask.default):
-                near = reach_of(mask)
-                self.refuse(bool(near), f"{fn.name} looks back over {near}")
-            far = fn.calls(G.alibi.default, G.distance_bias.default)
-            self.refuse(bool(far), f"{fn.name} weighs rows by their distance (ALiBi, or a table)")
+        self.refuse_places(program)
         for write in writes:
             self.refuse(
                 bool(write.how), f"rows of {write.what} are stored in few bits and cannot be turned"
             )
             self.refuse(
-                Rotation.of(program.step, write.keys.new) is None,
+                Rotation.of(write.keys.new, program.step.input("positions")) is None,
                 f"keys of {write.what} are not what a rotation by the tokens' own positions gives, "
                 f"from tables (tabulate_positions makes them)",
             )

@@ -13,13 +13,8 @@ from ...ir import Function, Program, type_of
 A, G = torch.ops.aten, torch.ops.graftwork
 
 
-def table_of(node: Any) -> torch.fx.Node | None:
-    """The table, one row a position, of which a rotation's angles are looked up."""
-    found = _looked_up(node)
-    return None if found is None else found.args[0]  # type: ignore[return-value]
-
-
 def _looked_up(node: Any) -> torch.fx.Node | None:
+    """The look-up, in a table with a row a position, that gives a rotation's angles."""
     while node.target in (A.reshape.default, A.view.default, A.unsqueeze.default):
         node = node.args[0]
     found = node.target is A.embedding.default and node.args[0].op == "get_attr"
@@ -35,17 +30,20 @@ class Rotation:
     interleaved: bool
 
     @classmethod
-    def of(cls, fn: Function, rotated: Any) -> Rotation | None:
-        """What has rotated these keys, for the function's own positions; None where nothing that
-        can be done again did."""
+    def of(cls, rotated: Any, positions: torch.fx.Node | None = None) -> Rotation | None:
+        """What has rotated these rows, for these positions if some are given; None where nothing
+        that can be done again did."""
         if not isinstance(rotated, torch.fx.Node) or rotated.target is not G.rotary.default:
             return None
         found = [_looked_up(angles) for angles in rotated.args[1:3]]
-        positions = fn.input("positions")
-        if any(node is None or node.args[1] is not positions for node in found):
+        if any(node is None or positions not in (None, node.args[1]) for node in found):
             return None
         cos, sin = (str(node.args[0].target) for node in found)  # type: ignore[union-attr]
         return cls(cos, sin, bool(rotated.kwargs.get("interleaved", False)))
+
+    def tables(self, fn: Function, program: Program) -> list[torch.fx.Node]:
+        """`cos` and `sin`, for a function to read."""
+        return [fn.weight(program.weights[name]) for name in (self.cos, self.sin)]
 
     def done(
         self, fn: Function, program: Program, rows: torch.fx.Node, places: torch.fx.Node
@@ -67,7 +65,7 @@ class Rotation:
         return fn.call(G.rotary.default, rows, back, minus, interleaved=self.interleaved)
 
     def _angles(self, fn: Function, program: Program, places: torch.fx.Node) -> list[torch.fx.Node]:
-        tables = [fn.weight(program.weights[name]) for name in (self.cos, self.sin)]
+        tables = self.tables(fn, program)
         last = int(str(type_of(tables[0]).dims[0])) - 1
         within = fn.call(A.clamp.default, places, 0, last)
         return [fn.call(A.embedding.default, table, within) for table in tables]

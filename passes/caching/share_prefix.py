@@ -32,7 +32,8 @@ that lose rows or store them in few bits; attention that weighs rows by their di
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -40,7 +41,6 @@ import torch.fx
 
 from ...ir import (
     Function,
-    PassError,
     Program,
     State,
     Sym,
@@ -53,7 +53,9 @@ from ...ir.ops.attention import SPANS
 from ...ir.plan import KeepShared
 from ...ir.plan.contract import Contract
 from ..engine.base import Outcome, register
+from .cached_rows import scored
 from .contents import CacheContents
+from .exchange import beside, state_of
 
 A, G = torch.ops.aten, torch.ops.graftwork
 OWN_ROWS = (G.attend_part.default, G.cache_read.default)
@@ -64,20 +66,18 @@ OWN_ROWS = (G.attend_part.default, G.cache_read.default)
 class SharePrefix(CacheContents):
     """No options."""
 
-    name: ClassVar[str] = "share_prefix"
     contract: ClassVar[Contract] = Contract.EXACT
 
     def run(self, program: Program) -> Outcome:
-        """Add the states, and read them. See the module docstring."""
         plan = program.plan
-        refuse(program.recurrent, f"{program.name} has recurrences, whose states have no rows")
-        refuse(
+        self.refuse(program.recurrent, f"{program.name} has recurrences, whose states have no rows")
+        self.refuse(
             plan.source.encoder is not None, f"texts of {program.name} have sources of their own"
         )
         self.refuse_other(program)
         record = KeepShared()
         attends = [n for fn in program.functions.values() for n in fn.calls(G.attend.default)]
-        read = {_state(rows) for node in attends for rows in node.args[1:3]}
+        read = {state_of(rows) for node in attends for rows in node.args[1:3]}
         caches = [name for name, state in program.states.items() if name in read and state.grows]
         if not caches:
             return Outcome(program, 0, "no attention reads a cache of rows as they are")
@@ -88,22 +88,24 @@ class SharePrefix(CacheContents):
             own = states[name]
             _batch, groups, _, width = own.type.dims
             type = TensorType(own.type.dtype, (groups, Sym(record.capacity), width))
-            shared = f"{name}.{record.part}"
-            states[shared] = State(shared, type, own.layer, f"{own.part}_{record.part}")
+            states[f"{name}.{record.part}"] = beside(own, record.part, type)
         functions = {
-            name: _Editor(fn.copy(), states, record).edited()
+            name: _Editor(fn.copy(), states, record, self.refuse).edited()
             for name, fn in program.functions.items()
         }
         made = program.replace(functions=functions, states=states, plan=replace(plan, cache=record))
         return Outcome(made, len(caches))
 
 
+@dataclass
 class _Editor:
     """Edits one function."""
 
-    def __init__(self, fn: Function, states: dict[str, State], record: KeepShared) -> None:
-        self.fn, self.states, self.record = fn, states, record
-        self.masks: dict[Any, torch.fx.Node] = {}
+    fn: Function
+    states: dict[str, State]
+    record: KeepShared
+    refuse: Callable[[bool, str], None]
+    masks: dict[Any, torch.fx.Node] = field(default_factory=dict)
 
     def edited(self) -> Function:
         """The function, which reads shared rows wherever it reads a cache's."""
@@ -122,7 +124,7 @@ class _Editor:
             if user.target is G.cache_write.default and user.args[0] is rows:
                 self._check_readers(user, state)
                 continue
-            refuse(
+            self.refuse(
                 user.op != "output" and user.target not in OWN_ROWS,
                 f"%{user.name} of {self.fn.name} reads {state.name} otherwise than attention over "
                 f"rows as they are, and would not find those that texts share",
@@ -131,20 +133,20 @@ class _Editor:
     def _attend(self, node: torch.fx.Node) -> None:
         """One attention in two parts."""
         fn, given = self.fn, arguments(node)
-        names = [_state(given["k"]), _state(given["v"])]
+        names = [state_of(given["k"]), state_of(given["v"])]
         shared = [f"{name}.{self.record.part}" for name in names]
         what = f"%{node.name} of {fn.name}"
-        refuse(any(n not in self.states for n in shared), f"{what} attends to no cache's rows")
-        refuse(
+        self.refuse(any(n not in self.states for n in shared), f"{what} attends to no cache's rows")
+        self.refuse(
             given["bias"] is not None,
             f"{what} weighs rows by their distance (ALiBi, or a table), and rows are held "
             f"elsewhere than their positions say",
         )
-        refuse(
+        self.refuse(
             given["mask"].target is not G.step_mask.default,
             f"{what} reads a cache through another mask than a step's",
         )
-        how: dict[str, Any] = {n: given[n] for n in ("scale", "softcap") if given[n] is not None}
+        how = scored(node)
         q, site = given["q"], site_of(node)
         batch, heads, width, _ = type_of(q).dims
         every = batch * width if isinstance(batch, Sym) else width * batch
@@ -170,8 +172,7 @@ class _Editor:
             weight = fn.call(A.permute.default, weight, [1, 0, 2], site=site)
             parts = fn.item(mine, 0), fn.item(mine, 1), out, weight
             merged = fn.call(G.merge_parts.default, *parts, site=site)
-        node.replace_all_uses_with(merged)
-        fn.graph.erase_node(node)
+        fn.replace(node, merged)
 
     def _masks(self, mask: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node]:
         """What tokens see of their own rows, and of the shared ones."""
@@ -190,19 +191,4 @@ class _Editor:
         return mask, far
 
     def _input(self, name: str) -> torch.fx.Node:
-        if self.fn.has_input(name):
-            return self.fn.input(name)
-        return self.fn.add_input(name, self.states[name].type)
-
-
-def _state(rows: Any) -> str:
-    """The state that rows are of, written or not."""
-    while isinstance(rows, torch.fx.Node) and rows.target is G.cache_write.default:
-        rows = rows.args[0]
-    return str(rows.target)
-
-
-def refuse(wrong: bool, why: str) -> None:
-    """Errors: `PassError` in the pass's name, if something is wrong."""
-    if wrong:
-        raise PassError(f"share_prefix: {why}")
+        return self.fn.taking(name, self.states[name].type)

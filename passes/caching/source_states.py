@@ -25,13 +25,24 @@ a step that weighs rows of a source by distance.
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import nullcontext
 
 import torch
 import torch.fx
 
-from ...ir import SOURCE, Dim, Function, PassError, State, Sym, TensorType, arguments, site_of
-from ...ir import type_of as ir_type
+from ...ir import (
+    SOURCE,
+    Dim,
+    Function,
+    PassError,
+    State,
+    Sym,
+    TensorType,
+    arguments,
+    site_of,
+    type_of,
+)
+from .cached_rows import scored
 
 A, G = torch.ops.aten, torch.ops.graftwork
 MASK = "cross.mask"
@@ -40,127 +51,90 @@ MASK = "cross.mask"
 def insert_source_states(fn: Function, states: dict[str, State], *, encodes: bool) -> None:
     """Edit a function in place. encodes: it is the one that makes the states, which are added to
     those there are."""
-    if not encodes and not fn.calls(G.source_attention.default):
+    nodes = fn.calls(G.source_attention.default)
+    if not encodes and not nodes:
         return
-    inserter = _Encoder(fn, states) if encodes else _Reader(fn, states)
-    for node in fn.calls(G.source_attention.default):
+    inserter = _Inserter(fn, states, encodes)
+    for node in nodes:
         with fn.graph.inserting_before(node):
             attended = inserter.attended(node)
-        node.replace_all_uses_with(attended)
-        fn.graph.erase_node(node)
-    inserter.finish()
+        fn.replace(node, attended)
+    if encodes:
+        inserter.write()
+    else:
+        fn.graph.erase_node(inserter.lengths)
 
 
 class _Inserter:
-    def __init__(self, fn: Function, states: dict[str, State]) -> None:
-        self.fn, self.states = fn, states
+    """Edits one function. encodes: it makes the states; else it reads them."""
+
+    def __init__(self, fn: Function, states: dict[str, State], encodes: bool) -> None:
+        self.fn, self.states, self.encodes = fn, states, encodes
+        self.lengths, self.first = fn.input("lengths"), fn.calls()[0]
         self.masks: dict[tuple[Dim, Dim], torch.fx.Node] = {}
+        self.biases: dict[torch.fx.Node, torch.fx.Node] = {}
+        if encodes:
+            with fn.graph.inserting_before(self.first):
+                self.zero = fn.call(A.full_like.default, self.lengths, 0)
+            return
+        for node in fn.inputs:
+            if str(node.target) in states:
+                node.meta["type"] = states[str(node.target)].type
+        self.held = fn.add_input(MASK, states[MASK].type)
 
     def attended(self, node: torch.fx.Node) -> torch.fx.Node:
         """What stands for an attention to a source."""
         given = arguments(node)
-        width, rows = ir_type(given["q"]).dims[2], ir_type(given["k"]).dims[2]
-        args = [given["q"], given["k"], given["v"], self.mask(width, rows)]
-        if given["distances"] is not None:
-            args.append(self.bias(given["distances"], rows))
-        how = ("scale", "softcap")
-        options: dict[str, Any] = {name: n for name, n in node.kwargs.items() if name in how}
-        return self.fn.call(G.attend.default, *args, site=site_of(node), **options)
+        width, rows = type_of(given["q"]).dims[2], type_of(given["k"]).dims[2]
+        args = given["q"], given["k"], given["v"], self.mask(width, rows)
+        table, how = given["distances"], scored(node)
+        how["bias"] = None if table is None else self.bias(table, rows)
+        return self.fn.call(G.attend.default, *args, site=site_of(node), **how)
 
     def mask(self, width: Dim, rows: Dim) -> torch.fx.Node:
-        """bool[B,1,T,N], once for all layers."""
+        """bool[B,1,T,N], once for all layers: which rows of the source there are."""
         if (width, rows) not in self.masks:
-            seen = self.rows(rows)
-            flat = self.fn.call(A.reshape.default, seen, [Sym("B"), 1, 1, rows])
-            sizes = [Sym("B"), 1, width, rows]
-            self.masks[width, rows] = self.fn.call(A.expand.default, flat, sizes)
+            fn, sizes = self.fn, [Sym("B"), 1, width, rows]
+            seen = self.rows(rows) if self.encodes else self.held
+            above = nullcontext() if self.encodes else fn.graph.inserting_before(self.first)
+            with above:
+                flat = fn.call(A.reshape.default, seen, [Sym("B"), 1, 1, rows])
+                self.masks[width, rows] = fn.call(A.expand.default, flat, sizes)
         return self.masks[width, rows]
 
     def rows(self, count: Dim) -> torch.fx.Node:
-        """Which rows of the source there are, bool[B,N]."""
-        raise NotImplementedError
-
-    def bias(self, table: torch.fx.Node, rows: Dim) -> torch.fx.Node:
-        """What a table of distances adds to scores."""
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        """What is left once no attention to a source is."""
-
-
-class _Encoder(_Inserter):
-    """Makes the states."""
-
-    def __init__(self, fn: Function, states: dict[str, State]) -> None:
-        super().__init__(fn, states)
-        self.lengths = fn.input("lengths")
-        with fn.graph.inserting_before(fn.calls()[0]):
-            self.zero = fn.call(A.full_like.default, self.lengths, 0)
-        self.biases: dict[torch.fx.Node, torch.fx.Node] = {}
-
-    def rows(self, count: Dim) -> torch.fx.Node:
-        """See `_Inserter.rows`."""
+        """bool[B,N]: which rows of the source there are, as its lengths say."""
         return self.fn.call(G.source_rows.default, self.lengths, count)
 
     def bias(self, table: torch.fx.Node, rows: Dim) -> torch.fx.Node:
-        """See `_Inserter.bias`."""
+        """What a table of distances adds to scores."""
+        if not self.encodes:
+            raise PassError(
+                f"insert_kv_cache: {self.fn.name} weighs rows of a source by their distance; "
+                "expected an attention to it without a bias"
+            )
         if table not in self.biases:
             if not self.fn.has_input("positions"):
                 raise PassError(f"insert_kv_cache: {self.fn.name} weighs rows without positions")
-            positions = self.fn.input("positions")
-            args = table, self.zero, positions, rows
+            args = table, self.zero, self.fn.input("positions"), rows
             self.biases[table] = self.fn.call(G.distance_bias.default, *args)
         return self.biases[table]
 
-    def finish(self) -> None:
-        """Write what is returned into states."""
+    def write(self) -> None:
+        """Write what the function returns into states."""
         written: dict[str, torch.fx.Node] = {}
         with self.fn.graph.inserting_before(self.fn.output_node):
             for name, rows in self.fn.outputs.items():
-                kind = ir_type(rows)
+                kind, site = type_of(rows), site_of(rows)
                 dims = (*kind.dims[:2], Sym(SOURCE), kind.dims[3])
-                cache = self.state(name, TensorType(kind.dtype, dims))
-                site = site_of(rows)
-                write = self.fn.call(G.cache_write.default, cache, rows, self.zero, site=site)
-                written[name] = write
+                args = self.state(name, TensorType(kind.dtype, dims)), rows, self.zero
+                written[name] = self.fn.call(G.cache_write.default, *args, site=site)
             self.state(MASK, TensorType(torch.bool, (Sym("B"), Sym(SOURCE))))
             written[MASK] = self.rows(Sym(SOURCE))
         self.fn.set_outputs(written)
 
     def state(self, name: str, type: TensorType) -> torch.fx.Node:
         """A new state, as an input of the function."""
-        _, _, rest = name.partition(".")
-        layer, _, part = rest.rpartition(".")
+        layer, _, part = name.partition(".")[2].rpartition(".")
         self.states[name] = State(name, type, int(layer or 0), part)
         return self.fn.add_input(name, type)
-
-
-class _Reader(_Inserter):
-    """Reads the states."""
-
-    def __init__(self, fn: Function, states: dict[str, State]) -> None:
-        super().__init__(fn, states)
-        for node in fn.inputs:
-            if str(node.target) in states:
-                node.meta["type"] = states[str(node.target)].type
-        self.held = fn.add_input(MASK, states[MASK].type)
-
-    def mask(self, width: Dim, rows: Dim) -> torch.fx.Node:
-        """See `_Inserter.mask`: above the first layer, where all others find it."""
-        with self.fn.graph.inserting_before(self.fn.calls()[0]):
-            return super().mask(width, rows)
-
-    def rows(self, count: Dim) -> torch.fx.Node:
-        """See `_Inserter.rows`."""
-        return self.held
-
-    def bias(self, table: torch.fx.Node, rows: Dim) -> Any:
-        """See `_Inserter.bias`."""
-        raise PassError(
-            f"insert_kv_cache: {self.fn.name} weighs rows of a source by their distance; expected "
-            "an attention to it without a bias"
-        )
-
-    def finish(self) -> None:
-        """Nobody asks for lengths any more."""
-        self.fn.graph.erase_node(self.fn.input("lengths"))

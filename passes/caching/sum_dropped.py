@@ -40,9 +40,9 @@ from pydantic import Field
 
 from ...ir import Function, PassError, Program, State, Sym, TensorType, Weight, arguments, site_of
 from ...ir.plan import Evict
-from ..engine.base import Effect, Evidence, Outcome, register
+from ..engine.base import Effect, Evidence, Length, Outcome, Windows, register
 from .cached_rows import Written, read_of, written
-from .contents import LearnedContents, Length, Windows
+from .contents import LearnedContents
 from .dropped_features import Features, Learned, learned
 
 A, G = torch.ops.aten, torch.ops.graftwork
@@ -54,7 +54,7 @@ Size = Annotated[int, Field(ge=1, le=4096)]
 @register
 class SumDropped(LearnedContents):
     """rank: features of a query and a key. inner: width of the layers that make them. steps: of
-    learning, in each layer. windows: of text, of `length` tokens each, to learn from."""
+    learning, in each layer. windows, length: of text (see `LearningPass`)."""
 
     rank: Annotated[int, Field(ge=1, le=64)] = 8
     inner: Size = 64
@@ -62,16 +62,14 @@ class SumDropped(LearnedContents):
     windows: Windows = 4
     length: Length = 2048
 
-    name: ClassVar[str] = "sum_dropped"
     reads: ClassVar[frozenset[Effect]] = LearnedContents.reads | {
         Effect.CACHE_CONTENTS,
         Effect.DECODE_PLAN,
     }
 
     def learn(self, program: Program, evidence: Evidence) -> Outcome:
-        """Add the states, and read them. See the module docstring."""
         record, caches = self._checked(program)
-        windows = evidence.sampled(self.text, program)
+        windows = evidence.sampled(self.sample, program)
         full = record.budget + record.block
         self.refuse(
             windows.shape[1] <= full,
@@ -180,7 +178,7 @@ class SumDropped(LearnedContents):
             base, site = key.rpartition(".key")[0], site_of(node)
             options = write.options
             name = f"{base}.dropped"
-            state = fn.input(name) if fn.has_input(name) else fn.add_input(name, states[name].type)
+            state = fn.taking(name, states[name].type)
             with fn.graph.inserting_before(node):
                 own = fn.call(G.attend_part.default, *node.args, site=site, **options)
                 layers = [fn.weight(weights[f"{base}.{n}"]) for n in Features._fields[:2]]
@@ -196,5 +194,4 @@ class SumDropped(LearnedContents):
                     dtype = given["q"].meta["type"].dtype
                     parts[2] = fn.call(A._to_copy.default, parts[2], dtype=dtype)
                 merged = fn.call(G.merge_parts.default, *parts, site=site)
-            node.replace_all_uses_with(merged)
-            fn.graph.erase_node(node)
+            fn.replace(node, merged)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from ...ir import InputError, PassError, Program
 from ...ir.plan.contract import Contract
 from ...ir.support.discovery import import_passes
 from .evidence import Evidence, TextSample
-from .facts import Predicate
 from .reopening import Reopened
 
 __all__ = [
@@ -21,10 +21,13 @@ __all__ = [
     "Contract",
     "Effect",
     "Evidence",
+    "LearningPass",
+    "Length",
     "Outcome",
     "Pass",
     "PassDefinitionError",
     "TextSample",
+    "Windows",
     "all_passes",
     "derives",
     "register",
@@ -66,15 +69,13 @@ class Outcome:
 class Pass(BaseModel):
     """Base of all passes. Fields of a subclass are its options (unknown ones are errors).
 
-    name: how recipes call it. contract: see `Contract`. requires / provides: facts about a program,
-    such as "canonical", "cached", "trees"; a program starts with the fact "traced". Those that a
-    program shows are checked (see `facts`). ensures: what else holds for what it makes, checked
-    after it. effects: what it changes. reads: effects of *other* passes that must be in place
-    before this one runs.
-    exclusive: effects that no other pass of the same recipe may also claim as exclusive.
-    repeatable: whether a recipe may have it several times, because each adds something of its own
-    (a drafter more). brings: what the user brings for it besides the model, if its options do not
-    tell (see `needs`).
+    name: how recipes call it, unless it is the class's, in lower case (``DropThings``:
+    ``drop_things``). contract: see `Contract`. requires / provides: facts about a program, such as
+    "canonical", "cached", "trees"; a program starts with the fact "traced". Those that a program
+    shows are checked (see `facts`). effects: what it changes. reads: effects of *other* passes that
+    must be in place before this one runs. repeatable: whether a recipe may have it several times,
+    because each adds something of its own (a drafter more). brings: what the user brings for it
+    besides the model, if its options do not tell (see `needs`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -83,10 +84,8 @@ class Pass(BaseModel):
     contract: ClassVar[Contract] = Contract.EXACT
     requires: ClassVar[frozenset[str]] = frozenset()
     provides: ClassVar[frozenset[str]] = frozenset()
-    ensures: ClassVar[tuple[Predicate, ...]] = ()
     effects: ClassVar[frozenset[Effect]] = frozenset()
     reads: ClassVar[frozenset[Effect]] = frozenset()
-    exclusive: ClassVar[frozenset[Effect]] = frozenset()
     repeatable: ClassVar[bool] = False
     brings: ClassVar[str] = ""
 
@@ -161,6 +160,27 @@ class Pass(BaseModel):
         evidence.check(self.text, program, f"pass {self.name!r}")
 
 
+Windows = Annotated[int, Field(ge=1)]
+Length = Annotated[int, Field(ge=2)]
+
+
+class LearningPass(Pass):
+    """Base of passes that learn from text: `windows` of it, of `length` tokens each (at most the
+    model's context)."""
+
+    windows: Windows = 8
+    length: Length = 512
+
+    @property
+    def sample(self) -> TextSample:
+        """How much text that is."""
+        return TextSample(self.windows, self.length)
+
+    @property
+    def text(self) -> TextSample | None:
+        return self.sample
+
+
 class PassDefinitionError(InputError):
     """A pass class that is incomplete or whose name is taken."""
 
@@ -174,8 +194,8 @@ D = TypeVar("D", bound=Callable[[], Iterable[type[Pass]]])
 def register(cls: P) -> P:
     """Class decorator: make a pass known under its name. Errors: `PassDefinitionError` naming both
     passes if another one has that name."""
-    if not cls.name:
-        raise PassDefinitionError(f"pass {_path(cls)} has no name: declare name: ClassVar[str]")
+    if "name" not in vars(cls):
+        cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
     known = _PASSES.setdefault(cls.name, cls)
     if _path(known) != _path(cls):
         raise PassDefinitionError(
@@ -205,6 +225,3 @@ def all_passes() -> dict[str, type[Pass]]:
         for cls in source():
             register(cls)
     return dict(sorted(_PASSES.items()))
-
-
-Rewrite = Callable[[Program], Outcome]

@@ -15,9 +15,9 @@ with.
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -28,15 +28,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...ir import Function, Program, Weight, WeightStore, derivation, derive, run
-from ...ir.plan.inputs import chain_inputs
+from ...ir.support.discovery import sources_of
 from ...ir.support.scratch import replacing_file
 from ...ir.text.printer import function_lines
 from ...ir.weights import from_safetensors
 from .blocks import Block, blocks_of, expert_weights
 from .evidence import Evidence, TextSample, WorkFolder
+from .feed import empty_inputs
 from .moments import Moments, Sums
 from .routed import Mixture
-from .sources import code_of
 
 
 @derivation
@@ -131,9 +131,9 @@ class _Replay:
 
     def _is_done(self, count: int) -> bool:
         """Whether the results of the first blocks are there, and what stands behind them."""
-        between = [self._between(count, i) for i in range(len(self.chunks))]
+        between = [self._path("before", count, i) for i in range(len(self.chunks))]
         needed = between if count < len(self.blocks) else []
-        kept = [self._kept(i) for i in range(count) if self.blocks[i].is_asked_for]
+        kept = [self._path("block", i) for i in range(count) if self.blocks[i].is_asked_for]
         if not all(path.exists() for path in (*kept, *needed)):
             return False  # without reading weights
         marks = [self._mark(i) for i in range(count)]
@@ -142,7 +142,9 @@ class _Replay:
 
     def results(self) -> dict[str, Weight]:
         """What is kept of all blocks, by name."""
-        paths = [self._kept(i) for i, block in enumerate(self.blocks) if block.is_asked_for]
+        paths = [
+            self._path("block", i) for i, block in enumerate(self.blocks) if block.is_asked_for
+        ]
         return {name: self._weight(path, name) for path in paths for name in _names(path)}
 
     def run(self, number: int, solver: Solver, done: bool) -> None:
@@ -155,21 +157,27 @@ class _Replay:
         if not done:
             self._run(number, solver, said)
         for i in range(len(self.chunks)):  # nobody reads these any more
-            self._between(number, i).unlink(missing_ok=True)
-            self._routed(number, i).unlink(missing_ok=True)
+            self._path("before", number, i).unlink(missing_ok=True)
+            self._path("routed", number, i).unlink(missing_ok=True)
         said(1.0)
 
     def _run(self, number: int, solver: Solver, said: Callable[[float], None]) -> None:
         block = self.blocks[number]
         weights = self._weights(block)
         mark = self._mark(number, weights)
-        if block.is_asked_for and not _is_whole(self._kept(number), mark):
+        if block.is_asked_for and not _is_whole(self._path("block", number), mark):
             moments, mixtures = self._seen(number, weights, lambda share: said(share * 0.4))
-            report = partial(_later, said)
-            seen = Seen(block.name, block.products, moments, weights, report, mixtures)
-            _write(self._kept(number), solver.solve(seen), mark)
+            seen = Seen(
+                block.name,
+                block.products,
+                moments,
+                weights,
+                lambda share: said(0.4 + 0.3 * share),
+                mixtures,
+            )
+            _write(self._path("block", number), solver.solve(seen), mark)
         if block.passed.outputs:
-            kept = _read(self._kept(number)) if block.is_asked_for else {}
+            kept = _read(self._path("block", number)) if block.is_asked_for else {}
             for name, tensor in solver.replaced(kept):
                 weights[name] = tensor.to(weights[name].dtype)
             self._pass_on(number, weights, mark, said)
@@ -189,8 +197,11 @@ class _Replay:
             self.marks.append(self.digest.hexdigest())
         return self.marks[number]
 
-    def _kept(self, number: int) -> Path:
-        return self.folder / f"block-{number:04d}.safetensors"
+    def _path(self, what: str, number: int, chunk: int | None = None) -> Path:
+        """The file with what is kept of a block ("block"), or, of a part of the text, with what
+        stands before it ("before") or what its mixtures read ("routed")."""
+        part = "" if chunk is None else f"-{chunk:05d}"
+        return self.folder / f"{what}-{number:04d}{part}.safetensors"
 
     def _weight(self, path: Path, name: str) -> Weight:
         weight, work = from_safetensors(path, name), self.evidence.work
@@ -221,9 +232,9 @@ class _Replay:
                 count = tokens_of[node]
                 count += torch.bincount(out[chosen].flatten(), minlength=len(count))
             if routed:
-                _write(self._routed(number, i), {name: out[name] for name in routed}, "")
+                _write(self._path("routed", number, i), {name: out[name] for name in routed}, "")
             said((i + 1) / len(self.chunks))
-        files = [self._routed(number, i) for i in range(len(self.chunks))]
+        files = [self._path("routed", number, i) for i in range(len(self.chunks))]
         moments = {
             tap: sums.pop(tap).moments(f"{block.name}: what %{tap} holds") for tap in block.products
         }
@@ -243,19 +254,13 @@ class _Replay:
         """Write what stands behind the block, unless it is there."""
         step = self._runner(self.blocks[number].passed, weights)
         for i, tokens in enumerate(self.chunks):
-            path = self._between(number + 1, i)
+            path = self._path("before", number + 1, i)
             if not _is_whole(path, mark):
                 _write(path, step(tokens, self._given(number, i)), mark)
             said(0.7 + 0.3 * (i + 1) / len(self.chunks))
 
-    def _between(self, number: int, chunk: int) -> Path:
-        return self.folder / f"before-{number:04d}-{chunk:05d}.safetensors"
-
-    def _routed(self, number: int, chunk: int) -> Path:
-        return self.folder / f"routed-{number:04d}-{chunk:05d}.safetensors"
-
     def _given(self, number: int, chunk: int) -> dict[str, Tensor]:
-        return _read(self._between(number, chunk)) if number else {}
+        return _read(self._path("before", number, chunk)) if number else {}
 
     def _runner(
         self, fn: Function, weights: Mapping[str, Tensor]
@@ -263,19 +268,11 @@ class _Replay:
         """What runs a part of the step on windows i64[B,T] that begin their texts."""
         held = WeightStore({n: Weight.of(n, weights[n]) for n in sorted(fn.weights)})
         program = self.program.replace(functions={fn.name: fn}, weights=held)
-        states = {name for name in self.program.states if fn.has_input(name)}
 
         def step(tokens: Tensor, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            sizes = {"B": tokens.shape[0], "C": tokens.shape[1]}
-            types = {name: self.program.states[name].type.bind(sizes) for name in states}
-            empty = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in types.items()}
-            return run(program, fn.name, chain_inputs(tokens) | empty | dict(given))
+            return run(program, fn.name, empty_inputs(program, fn.name, tokens) | dict(given))
 
         return step
-
-
-def _later(said: Callable[[float], None], share: float) -> None:
-    said(0.4 + 0.3 * share)
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -305,3 +302,24 @@ def _names(path: Path) -> list[str]:
 def _read(path: Path) -> dict[str, Tensor]:
     with safe_open(path, "pt") as file:
         return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+
+
+PASSES = Path(__file__).parents[1]
+
+
+def code_of(*kinds: type) -> str:
+    """A digest of torch's version, every pass and what these classes' modules say: whatever may
+    change the bits of what they work out."""
+    digest = hashlib.sha256(f"{torch.__version__} {sources_of(PASSES)}".encode())
+    for path in filter(None, map(_source, kinds)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _source(kind: type) -> Path | None:
+    """Where a class is written; none for one that was typed at a prompt."""
+    try:
+        path = inspect.getsourcefile(kind)
+    except TypeError:
+        return None
+    return Path(path) if path else None

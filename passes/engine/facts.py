@@ -9,6 +9,7 @@ in which there was nothing to raise looks like one in which nobody looked.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from ...ir import InputError, Program
 from ...ir.plan import SampledTree
@@ -57,33 +58,14 @@ def _canonical(program: Program) -> str:
 @fact("cached")
 def _cached(program: Program) -> str:
     reads = any(program.step.has_input(name) for name in program.states)
-    return "" if reads and program.step.has_input("past") else _takes(program, "past and a state")
-
-
-@fact("trees")
-def _trees(program: Program) -> str:
-    return "" if program.step.has_input(ANCESTORS) else _takes(program, ANCESTORS)
-
-
-@fact("picked")
-def _picked(program: Program) -> str:
-    return "" if program.step.has_input("select") else _takes(program, "select")
-
-
-@fact("argmax")
-def _argmax(program: Program) -> str:
-    return _returns(program, "argmax")
+    held = reads and program.step.has_input("past")
+    return "" if held else _lacks(program, "past and a state")
 
 
 @fact("segments")
 def _segments(program: Program) -> str:
     in_parts = program.plan.step.in_parts
     return "" if in_parts else f"the plan has step={program.plan.step.brief}"
-
-
-@fact("top_tokens")
-def _top_tokens(program: Program) -> str:
-    return _returns(program, "top_tokens")
 
 
 @fact("drafts")
@@ -110,13 +92,22 @@ def _quantized(program: Program) -> str:
     return "" if some else "no function has weights of a few bits"
 
 
-def _takes(program: Program, wanted: str) -> str:
+def _lacks(program: Program, wanted: str) -> str:
     given = ", ".join(str(node.target) for node in program.step.inputs)
     return f"{program.step.name} does not take {wanted}; it takes {given}"
 
 
-def _returns(program: Program, output: str) -> str:
-    outputs = program.step.outputs
-    if output in outputs:
-        return ""
-    return f"{program.step.name} does not return {output}; it returns {', '.join(outputs)}"
+def _takes(program: Program, *, wanted: str) -> str:
+    return "" if program.step.has_input(wanted) else _lacks(program, wanted)
+
+
+def _returns(program: Program, *, wanted: str) -> str:
+    step, outputs = program.step.name, program.step.outputs
+    there = f"{step} does not return {wanted}; it returns {', '.join(outputs)}"
+    return "" if wanted in outputs else there
+
+
+fact("trees")(partial(_takes, wanted=ANCESTORS))
+fact("picked")(partial(_takes, wanted="select"))
+fact("argmax")(partial(_returns, wanted="argmax"))
+fact("top_tokens")(partial(_returns, wanted="top_tokens"))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterator, Mapping
 
-from ...ir import LOG, SOURCE, Program, run, type_of
+import torch
+import torch.fx
+
+from ...ir import LOG, SOURCE, Function, Program, run, type_of
 from ...ir.plan import Encoded
 from ...ir.plan.inputs import chain_inputs
+from ...ir.rewrite.cleanup import sweep
 
 SOURCE_ROWS = 24
 """Rows of the source that texts are written from in the interpreter, at most."""
@@ -36,12 +40,32 @@ def encoded(program: Program, batch: int) -> dict[str, torch.Tensor]:
     return {**made, "lengths": lengths}
 
 
+def watched(
+    program: Program,
+    step: Function,
+    values: Mapping[str, torch.fx.Node],
+    windows: torch.Tensor,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """What values of the step are, by name, on each of some texts i64[N,T] that states know nothing
+    of. Nothing else is computed or written: states may have no rows for so long a text.
+
+    step: the program's, or a copy of it that a pass edits.
+    """
+    fn = step.copy()
+    copies = dict(zip(step, fn, strict=True))
+    fn.set_outputs({name: copies[node] for name, node in values.items()})
+    sweep(fn)
+    changed = program.with_function(fn)
+    for window in windows:
+        yield run(changed, fn.name, empty_inputs(changed, fn.name, window[None]))
+
+
 def empty_inputs(program: Program, function: str, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a function is fed with a text i64[1,T] and empty states."""
+    """What a function is fed with texts i64[B,T] and empty states."""
     rows = {
         str(state.capacity): tokens.shape[1] for state in program.states.values() if state.grows
     }
-    sizes = {"B": 1, "C": tokens.shape[1], LOG: 1, **rows}
+    sizes = {"B": len(tokens), "C": tokens.shape[1], LOG: 1, **rows}
     given, inputs = chain_inputs(tokens), {}
     for node in program.function(function).inputs:
         name = str(node.target)

@@ -9,6 +9,7 @@ after those that have it; otherwise the recipe's order stands. Nothing here know
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -61,10 +62,10 @@ def weakest(contracts: Iterable[Contract]) -> Contract:
 def arrange(steps: Sequence[Step], facts: frozenset[str] = frozenset({"traced"})) -> list[Step]:
     """The steps in a legal order, as near to the given one as the declarations allow.
 
-    Errors: `PassError` for a requirement that nothing provides, two passes that exclude each other,
-    a pass given twice, or requirements that form a circle; each names the passes.
+    Errors: `PassError` for a requirement that nothing provides, a pass given twice, or requirements
+    that form a circle; each names the passes.
     """
-    _check_exclusive(steps)
+    _check_once(steps)
     _check_required(steps, facts)
     graph = nx.DiGraph()
     graph.add_nodes_from(range(len(steps)))
@@ -88,21 +89,10 @@ def _must_precede(before: Pass, after: Pass) -> bool:
     return bool(affects) and not (after.effects & before.reads)
 
 
-def _check_exclusive(steps: Sequence[Step]) -> None:
-    seen: dict[object, str] = {}
-    for step in steps:
-        name = step.pass_.name
-        claims: list[tuple[object, str]] = [(e, e.value) for e in step.pass_.exclusive]
-        if not step.pass_.repeatable:
-            claims.append((name, "being itself"))
-        for key, what in claims:
-            if key in seen:
-                raise PassError(
-                    f"passes {seen[key]!r} and {name!r} cannot be combined: both claim {what}"
-                    if seen[key] != name
-                    else f"pass {name!r} is given twice"
-                )
-            seen[key] = name
+def _check_once(steps: Sequence[Step]) -> None:
+    once = Counter(step.pass_.name for step in steps if not step.pass_.repeatable)
+    if twice := [name for name, count in once.items() if count > 1]:
+        raise PassError(f"pass {twice[0]!r} is given twice")
 
 
 def _check_required(steps: Sequence[Step], facts: frozenset[str]) -> None:
@@ -201,23 +191,13 @@ def _run_one(
             f"it 'optional: true' in the recipe if that is expected"
         )
     result = _finish(program, outcome, pass_, previous, start)
-    if outcome.matches:
-        _check_ensured(result, pass_, previous)
+    if outcome.matches and (lacking := broken(result, pass_.provides)):
+        raise PassError(f"pass {pass_.name!r} (after {previous!r}) provides {lacking}")
     check = None
     if validator is not None and outcome.matches:
         check = validator.compare(program, result, pass_.name, pass_.contract)
     before, after = _count(program), _count(result)
     return result, PassReport(result.provenance[-1], before, after, check, outcome.remarks)
-
-
-def _check_ensured(result: Program, pass_: Pass, previous: str) -> None:
-    """Errors: `PassError` for a pass that did not make what it says."""
-    who = f"pass {pass_.name!r} (after {previous!r})"
-    if lacking := broken(result, pass_.provides):
-        raise PassError(f"{who} provides {lacking}")
-    for predicate in pass_.ensures:
-        if why := predicate(result):
-            raise PassError(f"{who} breaks what it ensures: {why}")
 
 
 def _finish(

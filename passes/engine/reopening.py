@@ -133,10 +133,6 @@ def names_of(call: torch.fx.Node) -> tuple[str, ...]:
     return tuple(str(node.target) for node in nodes) if there else ("",)
 
 
-def _is_mixture(call: torch.fx.Node) -> bool:
-    return call.target is G.quantized_moe.default
-
-
 class _Opener:
     """Float weights of stored ones, each made once, and the calls on them."""
 
@@ -168,25 +164,17 @@ class _Opener:
         given, site = arguments(call), site_of(call)
         with fn.graph.inserting_before(call):
             stacks = [fn.weight(weight) for weight in floats]
-            if _is_mixture(call):
-                options = {n: given[n] for n in ("activation", "limit", "alpha")}
-                biases = [given[name] for name in ("gate_up_bias", "down_bias")]
-                new = fn.call(
-                    G.moe.default,
-                    *(given[name] for name in ("x", "experts", "weights")),
-                    *stacks,
-                    *([] if biases == [None, None] else biases),
-                    site=site,
-                    **{name: value for name, value in options.items() if value is not None},
-                )
+            if call.target is G.quantized_moe.default:
+                read = [given[name] for name in ("x", "experts", "weights")]
+                named = "gate_up_bias", "down_bias", "activation", "limit", "alpha"
+                options = {name: given[name] for name in named}
+                new = fn.call(G.moe.default, *read, *stacks, site=site, **options)
             elif call.target is G.quantized_embedding.default:
                 new = fn.call(A.embedding.default, *stacks, given["ids"], site=site)
             else:
                 x, _ = _gathered(given["x"])
-                bias = [] if given["bias"] is None else [given["bias"]]
-                new = fn.call(A.linear.default, x, *stacks, *bias, site=site)
-        call.replace_all_uses_with(new)
-        fn.graph.erase_node(call)
+                new = fn.call(A.linear.default, x, *stacks, bias=given["bias"], site=site)
+        fn.replace(call, new)
 
 
 def _gathered(x: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node | None]:

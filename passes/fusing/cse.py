@@ -18,8 +18,6 @@ alone that draw random numbers or write to an argument.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from ...ir import Program
 from ...ir.rewrite.cleanup import merge_equal
 from ..engine.base import Outcome, Pass, register
@@ -30,8 +28,5 @@ from ..engine.functions import edit_each
 class Cse(Pass):
     """No options."""
 
-    name: ClassVar[str] = "cse"
-
     def run(self, program: Program) -> Outcome:
-        """Merge equal calls in every function. See the module docstring."""
         return edit_each(program, lambda fn: merge_equal(fn) or "no two calls compute the same")

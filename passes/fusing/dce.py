@@ -19,8 +19,6 @@ leave behind. Matches nothing where every call is needed.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from ...ir import Program
 from ...ir.rewrite.cleanup import sweep
 from ..engine.base import Outcome, Pass, register
@@ -31,8 +29,5 @@ from ..engine.functions import edit_each
 class Dce(Pass):
     """No options."""
 
-    name: ClassVar[str] = "dce"
-
     def run(self, program: Program) -> Outcome:
-        """Sweep every function. See the module docstring."""
         return edit_each(program, lambda fn: sweep(fn) or "every call feeds an output")

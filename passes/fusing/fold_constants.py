@@ -21,11 +21,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.fx
-from torch.fx.node import map_aggregate
 
 from ...ir import Function, Program, Sym, TensorType, Weight, WeightStore, cone
 from ...ir.rewrite.cleanup import sweep
@@ -33,6 +32,7 @@ from ...ir.rewrite.derived import evaluated_piece
 from ...ir.rewrite.subgraph import fresh_name
 from ..engine.base import Outcome, Pass, register
 from ..engine.functions import edit_with_weights
+from .tabulate_positions import sizes_in
 
 
 @register
@@ -41,10 +41,7 @@ class FoldConstants(Pass):
 
     limit: int = 65536
 
-    name: ClassVar[str] = "fold_constants"
-
     def run(self, program: Program) -> Outcome:
-        """Fold in every function. See the module docstring."""
         return edit_with_weights(program, partial(_fold, limit=self.limit))
 
 
@@ -91,10 +88,8 @@ def _constants(
 
 
 def _is_deterministic(node: torch.fx.Node) -> bool:
-    sizes: list[Sym] = []
-    map_aggregate((node.args, node.kwargs), lambda a: sizes.append(a) if isinstance(a, Sym) else a)
     tags = getattr(node.target, "tags", ())
-    return not sizes and torch.Tag.nondeterministic_seeded not in tags
+    return not sizes_in((node.args, node.kwargs)) and torch.Tag.nondeterministic_seeded not in tags
 
 
 def _symbolic(value: Any) -> bool:

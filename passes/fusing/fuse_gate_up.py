@@ -29,11 +29,8 @@ from .products import Merger, merging
 class FuseGateUp(Pass):
     """No options."""
 
-    name: ClassVar[str] = "fuse_gate_up"
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
-    provides: ClassVar[frozenset[str]] = frozenset({"fused_gate_up"})
     reads: ClassVar[frozenset[Effect]] = STATES | {Effect.FUNCTIONS}
 
     def run(self, program: Program) -> Outcome:
-        """Merge gate and up of every `glu`. See the module docstring."""
         return merging(program, Merger.merge_gates, "graftwork.glu")

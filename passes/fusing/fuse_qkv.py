@@ -30,11 +30,8 @@ from .products import Merger, merging
 class FuseQkv(Pass):
     """No options."""
 
-    name: ClassVar[str] = "fuse_qkv"
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
-    provides: ClassVar[frozenset[str]] = frozenset({"fused_qkv"})
     reads: ClassVar[frozenset[Effect]] = STATES | {Effect.FUNCTIONS}
 
     def run(self, program: Program) -> Outcome:
-        """Merge the projections of every attention. See the module docstring."""
         return merging(program, Merger.merge_attention, "attention with three projections")

@@ -35,7 +35,6 @@ A, G = torch.ops.aten, torch.ops.graftwork
 class FuseResidualNorm(Pass):
     """No options."""
 
-    name: ClassVar[str] = "fuse_residual_norm"
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     reads: ClassVar[frozenset[Effect]] = frozenset(
         {
@@ -49,7 +48,6 @@ class FuseResidualNorm(Pass):
     )
 
     def run(self, program: Program) -> Outcome:
-        """Fuse every norm of a sum, looking through markers. See the module docstring."""
         return edit_each(program, _fused)
 
 

@@ -7,7 +7,7 @@ and in having a bias. Which ops are products, and of what, they say themselves (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,15 +116,14 @@ class Merger:
                 if any(parts[name] for parts in columns)
             }
             site = site_of(first)
-            given, kwargs = _with(first, joined), dict(first.kwargs)
-            merged = self.fn.call(first.target, *given, site=site, **kwargs)  # type: ignore[arg-type]
+            given: Any = {**_places(first), **first.kwargs, **joined}
+            merged = self.fn.call(first.target, site=site, **given)  # type: ignore[arg-type]
             split = self.fn.call(A.split_with_sizes.default, merged, sizes, -1, site=site)
             pieces = [self.fn.item(split, index) for index in range(len(group))]
         for node, piece in zip(group, pieces, strict=True):
             piece.meta["site"] = site_of(node)  # whose rows they are, exports want to know
         for node, piece in zip(group, pieces, strict=True):
-            node.replace_all_uses_with(piece)
-            self.fn.graph.erase_node(node)
+            self.fn.replace(node, piece)
 
     def _joined(self, parts: Sequence[Any], sizes: Sequence[int]) -> torch.fx.Node:
         """The parts' weights, one after the other along their first axis; zeros for no bias."""
@@ -157,13 +156,10 @@ def _joined_name(names: Sequence[str]) -> str:
     return ".".join("_".join(column) for column in columns)
 
 
-def _with(node: torch.fx.Node, joined: Mapping[str, torch.fx.Node]) -> list[Any]:
-    """The positional arguments of a call, some exchanged; trailing absences dropped."""
+def _places(node: torch.fx.Node) -> dict[str, Any]:
+    """The operands of a call that have places, by name."""
     places = [a.name for a in node.target._schema.arguments if not a.kwarg_only]  # type: ignore[union-attr]
-    given = [joined.get(name, arguments(node)[name]) for name in places]
-    while given[-1] is None:
-        given.pop()
-    return given
+    return {name: arguments(node)[name] for name in places}
 
 
 def _refusal(group: Sequence[Any]) -> str | None:

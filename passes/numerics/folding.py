@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -66,11 +67,8 @@ def fold_of(value: torch.fx.Node) -> Fold | None:
     return find(value) if find is not None else None
 
 
-def _of_norm(node: torch.fx.Node) -> Fold | None:
-    return _rows([arg for arg in node.args[1:3] if isinstance(arg, torch.fx.Node)])
-
-
-def _of_product(node: torch.fx.Node) -> Fold | None:
+def _of_weights(node: torch.fx.Node) -> Fold | None:
+    """A norm, or a product: its weight and its bias."""
     return _rows([arg for arg in node.args[1:3] if isinstance(arg, torch.fx.Node)])
 
 
@@ -93,15 +91,7 @@ def _of_result(node: torch.fx.Node) -> Fold | None:
     return _rows(parts, start, start + given[index])
 
 
-def _of_gated(node: torch.fx.Node) -> Fold | None:
-    return _through(node, 1)
-
-
-def _of_kept(node: torch.fx.Node) -> Fold | None:
-    return _through(node, 0)
-
-
-def _through(node: torch.fx.Node, place: int) -> Fold | None:
+def _through(node: torch.fx.Node, place: int = 0) -> Fold | None:
     """What an op keeps the factors of."""
     source = node.args[place]
     alone = isinstance(source, torch.fx.Node) and len(source.users) == 1
@@ -161,11 +151,9 @@ def factors_into(tensor: Tensor, rows: Rows, factors: Tensor) -> Tensor:
 
 
 _RULES: dict[Any, Callable[[torch.fx.Node], Fold | None]] = {
-    G.rms_norm.default: _of_norm,
-    G.layer_norm.default: _of_norm,
-    A.linear.default: _of_product,
+    **dict.fromkeys((G.rms_norm.default, G.layer_norm.default, A.linear.default), _of_weights),
     operator.getitem: _of_result,
-    G.glu.default: _of_gated,
-    A.relu.default: _of_kept,
+    G.glu.default: partial(_through, place=1),
+    A.relu.default: _through,
     **dict.fromkeys(_MOVES, _of_heads),
 }

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from glob import escape
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 import torch.fx
@@ -29,8 +29,7 @@ from torch import Tensor
 
 from ...ir import Function, PassError, Program, Weight, derivation, derive
 from ...ir.ops.numerics import Numeric
-from ..engine.base import Outcome, register
-from ..engine.evidence import Evidence, TextSample
+from ..engine.base import Evidence, LearningPass, Length, Outcome, TextSample, Windows, register
 from ..engine.reopening import Reopened, reopened
 from ..engine.validate import reference_logits
 from .products import source_weights, vocabulary
@@ -62,10 +61,8 @@ class MixedPrecision(Rounding):
 
     bits: Annotated[float, Field(gt=0)] = 4.0
     choices: tuple[Bits, ...] = (2, 3, 4, 6, 8)
-    windows: Annotated[int, Field(ge=1)] = 4
-    length: Annotated[int, Field(ge=2)] = 256
-
-    name: ClassVar[str] = "mixed_precision"
+    windows: Windows = 4
+    length: Length = 256
 
     @field_validator("choices")
     @classmethod
@@ -77,7 +74,7 @@ class MixedPrecision(Rounding):
     @property
     def text(self) -> TextSample:
         """For the harm, and for a method that reads text besides."""
-        samples = [TextSample(self.windows, self.length), self._rounding().text]
+        samples = [self.sample, self._rounding().text]
         return max(filter(None, samples), key=lambda sample: sample.windows * sample.length)
 
     def reopen(self, program: Program, held: frozenset[str]) -> Reopened:
@@ -92,7 +89,6 @@ class MixedPrecision(Rounding):
         return reopened(program, held, wants, what="quantized anew")
 
     def learn(self, program: Program, evidence: Evidence) -> Outcome:
-        """Measure, choose, round. See the module docstring."""
         low, high = self.choices[0], self.choices[-1]
         if not low <= self.bits <= high:
             raise PassError(
@@ -135,7 +131,10 @@ class MixedPrecision(Rounding):
 
     def _rounding(self, bits: Bits = 8, names: Sequence[str] = ()) -> QuantizeWeights:
         """The pass that rounds some weights, or all, to so many bits."""
-        shared = {name: getattr(self, name) for name in Rounding.model_fields}
+        shared = {
+            name: getattr(self, name)
+            for name in Rounding.model_fields.keys() - LearningPass.model_fields.keys()
+        }
         shared |= {"embedding": False, "exclude": () if names else self.exclude}
         return QuantizeWeights(bits=bits, select=_patterns(names), **shared)
 
@@ -155,7 +154,7 @@ class MixedPrecision(Rounding):
         """Nats a token that each group costs in each number of bits, rounded alone."""
         changed = [[self._rounded(program, group, b) for b in self.choices] for group in groups]
         harms = torch.zeros(len(groups), len(self.choices), dtype=torch.float64)
-        windows = evidence.sampled(TextSample(self.windows, self.length), program)
+        windows = evidence.sampled(self.sample, program)
         for number, window in enumerate(windows):
             clean = _log_probabilities(program, window)
             for i, variants in enumerate(changed):

@@ -1,13 +1,16 @@
-"""Which products and look-ups have which weights, for passes that store weights in few bits."""
+"""Products and look-ups of weights of few bits: whose weights, and what stands for them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx
 
-from ...ir import Function, Program, Weight, WeightStore, arguments
+from ...ir import Function, Program, Weight, WeightStore, arguments, site_of, type_of
 from ..engine.functions import token_look_ups
 from ..engine.reopening import Wants, names_of
 from ..fusing.products import product_of, source_product
@@ -16,7 +19,7 @@ from .stored import Form
 if TYPE_CHECKING:  # of the pass, whose options are read
     from .quantize_weights import QuantizeWeights
 
-A = torch.ops.aten
+A, G = torch.ops.aten, torch.ops.graftwork
 
 
 def vocabulary(program: Program) -> frozenset[str]:
@@ -70,3 +73,66 @@ def _as_stored(
         if not plain or numeric.bits != given["bits"] or numeric.group % group:
             return False
     return True
+
+
+@dataclass
+class LayerProducts:
+    """Replaces layers of one function (a copy). rounded: activations are rounded to int8 by row."""
+
+    fn: Function
+    rounded: bool
+    picked: dict[tuple[torch.fx.Node, bytes], torch.fx.Node] = field(default_factory=dict)
+    """Columns that are picked already, of what, so that layers which read the same share them."""
+
+    def replace(
+        self, node: torch.fx.Node, weight: str, form: Form, parts: Mapping[str, Weight]
+    ) -> None:
+        """A layer, or a look-up, by what is stored of its weight; `parts` by their names."""
+        with self.fn.graph.inserting_before(node):
+            if node.target is A.embedding.default:
+                new = self._look_up(node, weight, form, parts)
+            else:
+                new = self._layer(node, weight, form, parts)
+        self.fn.replace(node, new)
+
+    def _look_up(
+        self, node: torch.fx.Node, weight: str, form: Form, parts: Mapping[str, Weight]
+    ) -> Any:
+        (numeric,) = form.numerics
+        given: dict[str, Any] = {"bits": numeric.bits, "group": numeric.group}
+        given |= {p: self.fn.weight(parts[n]) for p, n in form.term_names(weight, 0).items()}
+        op, site = G.quantized_embedding.default, site_of(node)
+        new = self.fn.call(op, node.args[1], site=site, **given)
+        if type_of(new) == type_of(node):
+            return new
+        return self.fn.call(A._to_copy.default, new, dtype=type_of(node).dtype)  # tables: float32
+
+    def _layer(
+        self, node: torch.fx.Node, weight: str, form: Form, parts: Mapping[str, Weight]
+    ) -> Any:
+        bias, site = arguments(node)["bias"], site_of(node)
+        held = None if form.reordered else bias
+        total: Any = None
+        for term, numeric in enumerate(form.numerics):
+            names = form.term_names(weight, term)
+            x = node.args[0]
+            if "columns" in names:
+                x = self._picked(x, parts[names["columns"]], site)
+            given: dict[str, Any] = {"bits": numeric.bits, "group": numeric.group}
+            given |= {} if self.rounded else {"rounded": False}
+            given |= {p: self.fn.weight(parts[n]) for p, n in names.items() if p != "columns"}
+            given["bias"] = held if total is None else None
+            new = self.fn.call(G.quantized_linear.default, x, site=site, **given)
+            total = new if total is None else self.fn.call(A.add.Tensor, total, new, site=site)
+        if not form.reordered:
+            return total
+        order = self.fn.weight(parts[f"{weight}.outputs"])
+        total = self.fn.call(A.index_select.default, total, -1, order, site=site)
+        return total if bias is None else self.fn.call(A.add.Tensor, total, bias, site=site)
+
+    def _picked(self, x: Any, columns: Weight, site: Any) -> torch.fx.Node:
+        key = x, hashlib.sha256(columns.load().numpy().tobytes()).digest()
+        if key not in self.picked:
+            index = self.fn.weight(columns)
+            self.picked[key] = self.fn.call(A.index_select.default, x, -1, index, site=site)
+        return self.picked[key]

@@ -36,13 +36,11 @@ import torch.fx
 from pydantic import Field
 from torch import Tensor
 
-from ...ir import Function, PassError, Program, Weight, arguments, run, site_of, type_of
+from ...ir import Function, PassError, Program, Weight, arguments, site_of, type_of
 from ...ir.ops.rounded_state import LARGEST, RECURRENCES
-from ...ir.rewrite.cleanup import sweep
 from ..caching.contents import LearnedContents
 from ..engine.base import Effect, Evidence, Outcome, register
-from ..engine.feed import empty_inputs
-from .clusters import clustered
+from ..engine.feed import watched
 
 A = torch.ops.aten
 VIEWS = (A.permute.default, A.unsqueeze.default, A.transpose.int)
@@ -58,16 +56,14 @@ class QuantizeScan(LearnedContents):
     heads: Clusters = 4
     channels: Clusters = 4
 
-    name: ClassVar[str] = "quantize_scan"
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.WEIGHT_NUMERICS})
 
     def learn(self, program: Program, evidence: Evidence) -> Outcome:
-        """Round them in the step. See the module docstring."""
         found = list(_scans(program.step))
         if not found:
             few = "has no recurrence whose values are an input times the step size of its decay"
             return Outcome(program, 0, f"{program.step.name} {few}")
-        largest = _largest(program, found, evidence.sampled(self.text, program))
+        largest = _largest(program, found, evidence.sampled(self.sample, program))
         fn = program.step.copy()
         copies, weights = dict(zip(program.step, fn, strict=True)), []
         for scan, (x, q, k) in zip(found, largest, strict=True):
@@ -132,14 +128,9 @@ def _largest(
     program: Program, scans: list[_Scan], windows: Tensor
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """The largest sizes in the text of each recurrence's x f32[H,V], q and k f32[G,K]."""
-    fn = program.step.copy()
-    copies = dict(zip(program.step, fn, strict=True))
     parts = {f"{part}.{n}": getattr(s, part) for n, s in enumerate(scans) for part in "xqk"}
-    fn.set_outputs({name: copies[node] for name, node in parts.items()})
-    sweep(fn)
-    watched, most = program.with_function(fn), dict[str, Tensor]()
-    for window in windows:
-        seen = run(watched, fn.name, empty_inputs(watched, fn.name, window[None]))
+    most = dict[str, Tensor]()
+    for seen in watched(program, program.step, parts, windows):
         for name, value in seen.items():
             if not torch.isfinite(value).all():
                 raise PassError(f"quantize_scan: %{parts[name].name} is not finite on the text")
@@ -168,3 +159,47 @@ def _round(fn: Function, value: torch.fx.Node, step: Weight, scan: torch.fx.Node
         near = fn.call(A.mul.Tensor, kept, size, site=site)
     for user in users:
         user.replace_input_with(value, near)
+
+
+ROUNDS = 50
+"""Of moving centres, at most."""
+
+
+def clustered(largest: Tensor, groups: int, heads: int, channels: int) -> Tensor:
+    """For each number of x f32[H,V] the largest of its cluster: the heads of a group are clustered
+    by their largest number, and the channels of a cluster of heads by theirs.
+
+    largest: of each head and channel. groups: of heads that share keys. heads, channels: clusters.
+    """
+    found = torch.empty_like(largest)
+    for group in torch.arange(len(largest)).chunk(groups):
+        labels = clusters(largest[group].amax(1), heads)
+        for label in labels.unique():
+            mine = group[labels == label]
+            sizes = largest[mine].amax(0)
+            found[mine] = _largest_alike(sizes, clusters(sizes, channels))
+    return found
+
+
+def clusters(sizes: Tensor, count: int) -> Tensor:
+    """To which of at most `count` clusters each of some sizes f32[N] belongs, i64[N]: to that whose
+    centre is nearest, the centres being the means of their clusters. They begin where as many of
+    the sorted sizes lie between each two."""
+    places = torch.linspace(0, len(sizes) - 1, min(count, len(sizes))).round().long()
+    centres = sizes.sort().values[places]
+    labels = torch.zeros(len(sizes), dtype=torch.long)
+    for _ in range(ROUNDS):
+        labels = (sizes[:, None] - centres).abs().argmin(1)
+        sums = torch.zeros_like(centres).index_add(0, labels, sizes)
+        members = torch.bincount(labels, minlength=len(centres))
+        moved = torch.where(members > 0, sums / members.clamp(min=1), centres)
+        if torch.equal(moved, centres):
+            break
+        centres = moved
+    return labels
+
+
+def _largest_alike(sizes: Tensor, labels: Tensor) -> Tensor:
+    """For each size f32[N] the largest of those with its label."""
+    most = sizes.new_zeros(int(labels.max()) + 1).scatter_reduce(0, labels, sizes, "amax")
+    return most[labels]

@@ -58,7 +58,6 @@ class RotateHidden(Pass):
 
     seed: Annotated[int, Field(ge=0)] = 0
 
-    name: ClassVar[str] = "rotate_hidden"
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.HIDDEN_BASIS})
 
@@ -67,7 +66,6 @@ class RotateHidden(Pass):
         return reopened(program, held, lambda fn, call, floats: "floats", what="turned as floats")
 
     def run(self, program: Program) -> Outcome:
-        """Turn the stream. See the module docstring."""
 
         def edit(fn: Function, weights: WeightStore) -> tuple[int | str, WeightStore]:
             stream = _Stream(fn)

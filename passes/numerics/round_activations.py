@@ -35,7 +35,6 @@ LARGEST = 127
 class RoundActivations(Pass):
     """No options."""
 
-    name: ClassVar[str] = "round_activations"
     contract: ClassVar[Contract] = Contract.APPROXIMATE
     requires: ClassVar[frozenset[str]] = frozenset({"canonical", "quantized"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.WEIGHT_NUMERICS})

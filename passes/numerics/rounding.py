@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
+import torch
 from pydantic import Field, model_validator
 
 from ...ir import InputError
-from ..engine.base import STATES, Contract, Effect, Pass
+from ..engine.base import STATES, Contract, Effect, LearningPass
 from .methods.base import Method, method_of
 
 Bits = Literal[2, 3, 4, 6, 8]
+SCALES = {"f16": torch.float16, "f32": torch.float32}
 
 
-class Rounding(Pass):
+class Rounding(LearningPass):
     """See `QuantizeWeights`."""
 
     group: Annotated[int, Field(ge=0)] = 32

@@ -54,7 +54,6 @@ class ShiftWeights(Pass):
 
     bits: Literal[2, 3, 4, 6] = 4
 
-    name: ClassVar[str] = "shift_weights"
     contract: ClassVar[Contract] = Contract.APPROXIMATE
     requires: ClassVar[frozenset[str]] = frozenset({"quantized"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.WEIGHT_NUMERICS})
@@ -89,8 +88,7 @@ class ShiftWeights(Pass):
             parts = [nodes.get(name, value) for name, value in zip(places, node.args, strict=False)]
             options: dict[str, Any] = {**node.kwargs, "bits": self.bits}
             new_node = fn.call(target, *parts, site=site_of(node), **options)
-        node.replace_all_uses_with(new_node)
-        fn.graph.erase_node(node)
+        fn.replace(node, new_node)
         return weights
 
     def _check(self, packed: Weight, given: dict[str, Any], group: int) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ...ir import PassError
+from ...ir import PassError, Weight
 from ..engine.blocks import weight_of
 from ..engine.calibrate import Seen
 from ..engine.moments import Moments
@@ -34,6 +35,30 @@ def seen_enough(tokens: Tensor, columns: int, least: float) -> Tensor:
     return tokens >= max(1, least * columns)
 
 
+def unseen_experts(
+    mixtures: Iterable[Sequence[Weight]], found: Mapping[str, Weight], least: float
+) -> tuple[str, ...]:
+    """A remark on the experts that are rounded to nearest because they saw too little of the text;
+    none if all saw enough."""
+    lines, few, count = [], 0, 0
+    for stacks in mixtures:
+        tokens = found[tokens_name(stacks[0].name)].load()
+        for stack in stacks:
+            enough = seen_enough(tokens, stack.type.shape[-1], least)
+            left = (~enough).nonzero().flatten().tolist()
+            few, count = few + len(left), count + len(tokens)
+            if left:
+                lines.append(f"{stack.name} {', '.join(map(str, left))}")
+    if not lines:
+        return ()
+    return (
+        f"{few} of {count} weights of experts are rounded to nearest, because fewer than {least:g} "
+        f"tokens of the text for each of their input channels chose the expert (give more windows, "
+        f"or other text): {'; '.join(lines)}",
+    )
+
+
+@dataclass(frozen=True)
 class WeightSolver:
     """Chooses values for the weights of these names, block by block. See `calibrate.Solver`.
 
@@ -41,14 +66,10 @@ class WeightSolver:
     input channel that an expert must have seen; one that saw fewer is rounded to the nearest.
     """
 
-    def __init__(
-        self,
-        method: Method,
-        forms: Mapping[str, Form],
-        fixed: frozenset[str] = frozenset(),
-        least: float = 0.0,
-    ) -> None:
-        self.method, self.forms, self.fixed, self.least = method, forms, fixed, least
+    method: Method
+    forms: Mapping[str, Form]
+    fixed: frozenset[str] = frozenset()
+    least: float = 0.0
 
     def solve(self, seen: Seen) -> dict[str, Tensor]:
         """The parts of the block's weights. Errors: `PassError` naming the block and the value that
@@ -68,16 +89,15 @@ class WeightSolver:
                 name = weight_of(node)
                 weight = _own(changed.get(name, seen.weights[name]))
                 form = self.forms[name]
-                found = form.tensors(self.method.stored(weight, form, prepared))
+                found = self.method.parts(weight, form, prepared)
                 kept |= dict(zip(form.names(name), found, strict=True))
                 done += 1
                 seen.progress(done / total)
         for mixture in seen.mixtures:
-            stacks = _Stacks(mixture, self.forms)
-            for _ in self._experts(mixture, stacks):
+            kept[tokens_name(mixture.stacks[0])] = mixture.tokens
+            for _ in self._experts(mixture, kept):
                 done += 1
                 seen.progress(done / total)
-            kept |= stacks.parts | {tokens_name(mixture.stacks[0]): mixture.tokens}
         return kept
 
     def _prepared(self, moments: Moments, where: str) -> object:
@@ -86,15 +106,25 @@ class WeightSolver:
         except PassError as error:
             raise PassError(f"quantize_weights: {where}: {error}") from error
 
-    def _experts(self, mixture: Mixture, stacks: _Stacks) -> Iterator[int]:
-        """Chooses the values of one expert after the other, each by what it saw."""
+    def _experts(self, mixture: Mixture, kept: dict[str, Tensor]) -> Iterator[int]:
+        """Chooses the values of one expert after the other, each by what it saw, and puts the parts
+        of its weights into stacks [E,...] of `kept`."""
+
+        def put(stack: str, expert: int, method: Method, weight: Tensor, prepared: object) -> None:
+            form = self.forms[stack]
+            found = method.parts(weight, form, prepared)
+            for name, part in zip(form.names(stack), found, strict=True):
+                if name not in kept:
+                    kept[name] = part.new_empty(len(mixture.tokens), *part.shape)
+                kept[name][expert] = part
+
         sizes = [mixture.weights[name].shape[-1] for name in mixture.stacks]
         enough = [seen_enough(mixture.tokens, size, self.least).tolist() for size in sizes]
         nearest = RoundToNearest()
         known = [expert for expert, some in enumerate(zip(*enough, strict=True)) if any(some)]
         for expert in set(range(len(mixture.tokens))).difference(known):
             for name in mixture.stacks:
-                stacks.put(name, expert, nearest, _own(mixture.weights[name][expert]), None)
+                put(name, expert, nearest, _own(mixture.weights[name][expert]), None)
             yield expert
         numerics = [self.forms[name].numerics[0] for name in mixture.stacks]
         for expert, moments in mixture.moments(known):
@@ -107,42 +137,19 @@ class WeightSolver:
             for name, weight, seen, some in each:
                 method = self.method if some[expert] else nearest
                 prepared = self._prepared(seen, where) if some[expert] else None
-                stacks.put(name, expert, method, weight, prepared)
+                put(name, expert, method, weight, prepared)
             yield expert
 
     def replaced(self, kept: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Those with factors of others, and what the stored weights stand for, f32."""
         for name, tensor in kept.items():
-            if _is_scaled(name):
+            if name.endswith(".scaled"):
                 yield name.removesuffix(".scaled"), tensor
         for weight, form in self.forms.items():
             if form.names(weight)[0] in kept:
                 yield weight, form.values(form.of(weight, kept))
 
 
-class _Stacks:
-    """The parts of a mixture's weights [E,...], by name, as experts are done."""
-
-    def __init__(self, mixture: Mixture, forms: Mapping[str, Form]) -> None:
-        self.experts, self.forms = len(mixture.tokens), forms
-        self.parts: dict[str, Tensor] = {}
-
-    def put(
-        self, stack: str, expert: int, method: Method, weight: Tensor, prepared: object
-    ) -> None:
-        """An expert's weight f32[N,K], as a method stores it."""
-        form = self.forms[stack]
-        found = form.tensors(method.stored(weight, form, prepared))
-        for name, part in zip(form.names(stack), found, strict=True):
-            if name not in self.parts:
-                self.parts[name] = part.new_empty(self.experts, *part.shape)
-            self.parts[name][expert] = part
-
-
 def _own(weight: Tensor) -> Tensor:
     """A weight as a method may write into it: the model's own must stay."""
     return weight.to(torch.float32, copy=True)
-
-
-def _is_scaled(name: str) -> bool:
-    return name == scaled_name(name.removesuffix(".scaled"))

@@ -35,7 +35,16 @@ from torch import Tensor
 from ...ir import Function, PassError, Program, WeightStore, site_of, type_of
 from ...ir.rewrite.cleanup import sweep
 from ...ir.rewrite.subgraph import fresh_name
-from ..engine.base import STATES, Contract, Effect, Evidence, Outcome, Pass, TextSample, register
+from ..engine.base import (
+    STATES,
+    Contract,
+    Effect,
+    Evidence,
+    LearningPass,
+    Outcome,
+    Windows,
+    register,
+)
 from ..engine.blocks import weight_of
 from ..engine.calibrate import Seen, calibrate
 from ..engine.functions import TARGET, edit_with_weights
@@ -49,7 +58,7 @@ SLICE = 1024
 
 
 @register
-class VqLogits(Pass):
+class VqLogits(LearningPass):
     """codewords: how many, or as a share of the vocabulary. rounds: of the search for clusters.
     damp: added to the diagonal of the second moments, as a share of its mean. unseen: how often a
     token counts that the text does not have. windows, length: windows of text, and tokens of each.
@@ -59,19 +68,12 @@ class VqLogits(Pass):
     rounds: Annotated[int, Field(ge=0, le=1000)] = 20
     damp: Annotated[float, Field(gt=0, le=1)] = 0.01
     unseen: Annotated[float, Field(gt=0)] = 0.5
-    windows: Annotated[int, Field(ge=1)] = 64
-    length: Annotated[int, Field(ge=2)] = 512
+    windows: Windows = 64
 
-    name: ClassVar[str] = "vq_logits"
     contract: ClassVar[Contract] = Contract.APPROXIMATE
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.VOCABULARY})
     reads: ClassVar[frozenset[Effect]] = STATES
-
-    @property
-    def text(self) -> TextSample | None:
-        """What the head reads, and how often tokens come."""
-        return TextSample(self.windows, self.length)
 
     def reopen(self, program: Program, held: frozenset[str]) -> Reopened:
         """A head that the source holds in few bits as floats."""
@@ -94,10 +96,11 @@ class VqLogits(Pass):
                 f"vq_logits: expected fewer codewords than the vocabulary of {vocabulary}, got "
                 f"{count}"
             )
-        assert self.text is not None
-        seen = torch.bincount(evidence.sampled(self.text, program).flatten(), minlength=vocabulary)
+        seen = torch.bincount(
+            evidence.sampled(self.sample, program).flatten(), minlength=vocabulary
+        )
         solver = _HeadSolver(count, self, seen.float().clamp(min=self.unseen))
-        found = calibrate(program, [head], evidence, self.text, solver, f"vq_logits {self!r}")
+        found = calibrate(program, [head], evidence, self.sample, solver, f"vq_logits {self!r}")
         parts = [found[name + suffix] for suffix in SUFFIXES]
         renamed = [part.renamed(fresh_name(program.weights, part.name)) for part in parts]
 
@@ -110,8 +113,7 @@ class VqLogits(Pass):
                 site = site_of(node)
                 small = fn.call(A.linear.default, node.args[0], words, site=site)
                 new = fn.call(A.index_select.default, small, -1, codes, site=site)
-            node.replace_all_uses_with(new)
-            fn.graph.erase_node(node)
+            fn.replace(node, new)
             sweep(fn)
             return 1, weights.adding(*renamed)
 

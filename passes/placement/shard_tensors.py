@@ -75,14 +75,12 @@ class ShardTensors(Pass):
     rank: Annotated[int, Field(ge=0)] | None = None
     exact: bool = False
 
-    name: ClassVar[str] = "shard_tensors"
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.PLACEMENT})
     reads: ClassVar[frozenset[Effect]] = frozenset({Effect.HIDDEN_BASIS, Effect.LAYER_SET})
     brings: ClassVar[str] = "several processes (torchrun)"
 
     def run(self, program: Program) -> Outcome:
-        """Split the blocks, the head and the embedding. See the module docstring."""
         if program.plan.source.encoder is not None:
             raise PassError(
                 f"pass {self.name!r}: {program.name} writes from a source, and the states that are "
@@ -137,6 +135,11 @@ class _Splitter:
     part: int
     parts: int
     exact: bool
+
+    @property
+    def whose(self) -> dict[str, Any]:
+        """Options of what processes do together."""
+        return {"part": self.part, "parts": self.parts}
 
     def separate_products(self) -> None:
         """One product each for the pieces that a product's outputs are cut into."""
@@ -196,36 +199,34 @@ class _Splitter:
 
     def _leave(self, node: torch.fx.Node) -> None:
         """A product of parts: summed over the processes, its bias added once."""
-        named = arguments(node)
-        self._cut(node, named["weight"], 1)
+        bias = arguments(node)["bias"]
+        self._cut(node, arguments(node)["weight"], 1)
         node.args = (node.args[0], node.args[1])
-        users, bias = list(node.users), named["bias"]
-        with self.fn.graph.inserting_after(node):
-            total = whole = self._together(G.all_reduce.default, node)
+        total = self._after(node, G.all_reduce.default, **self.whose)
         if bias is not None:
-            with self.fn.graph.inserting_after(total):
-                whole = self.fn.call(A.add.Tensor, total, bias, site=site_of(node))
-        for user in users:
-            user.replace_input_with(node, whole)
+            self._after(total, A.add.Tensor, bias)
 
     def _gathered(self, node: torch.fx.Node) -> None:
         """A product of values in parts, computed for all of them: its outputs are split instead."""
         x, *operands = node.all_input_nodes
         with self.fn.graph.inserting_before(node):
-            node.replace_input_with(x, self._together(G.all_gather.default, x))
+            whole = self.fn.call(G.all_gather.default, x, site=site_of(x), **self.whose)
+        node.replace_input_with(x, whole)
         self._split_outputs(node, operands)
 
     def _split_outputs(self, node: torch.fx.Node, operands: Sequence[torch.fx.Node]) -> None:
-        users = list(node.users)
         for operand in operands:
             self._cut(node, operand, 0)
-        with self.fn.graph.inserting_after(node):
-            whole = self._together(G.all_gather.default, node)
-        for user in users:
-            user.replace_input_with(node, whole)
+        self._after(node, G.all_gather.default, **self.whose)
 
-    def _together(self, op: Any, node: torch.fx.Node) -> torch.fx.Node:
-        return self.fn.call(op, node, part=self.part, parts=self.parts, site=site_of(node))
+    def _after(self, node: torch.fx.Node, op: Any, *args: Any, **options: Any) -> torch.fx.Node:
+        """A call on a node right behind it, for all that read the node."""
+        users = list(node.users)
+        with self.fn.graph.inserting_after(node):
+            new = self.fn.call(op, node, *args, site=site_of(node), **options)
+        for user in users:
+            user.replace_input_with(node, new)
+        return new
 
     def head(self) -> int:
         """Split the product that makes logits by vocabulary."""
@@ -255,13 +256,8 @@ class _Splitter:
                 found = self.fn.call(G.tokens_part.default, ids, **mine, site=site_of(node))
             self._cut(node, table, 0)
             node.replace_input_with(ids, found)
-            users = list(node.users)
-            with self.fn.graph.inserting_after(node):
-                some = self.fn.call(G.rows_part.default, node, ids, **mine, site=site_of(node))
-            with self.fn.graph.inserting_after(some):
-                whole = self._together(G.all_reduce.default, some)
-            for user in users:
-                user.replace_input_with(node, whole)
+            some = self._after(node, G.rows_part.default, ids, **mine)
+            self._after(some, G.all_reduce.default, **self.whose)
             count += 1
         return count
 

@@ -51,12 +51,10 @@ WIDER = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 2, torch.float64: 3
 class Canonicalize(Pass):
     """No options."""
 
-    name: ClassVar[str] = "canonicalize"
     requires: ClassVar[frozenset[str]] = frozenset({"activations", "norms", "rotary", "glu"})
     provides: ClassVar[frozenset[str]] = frozenset({"canonical"})
 
     def run(self, program: Program) -> Outcome:
-        """Rewrite every function and set the stage. See the module docstring."""
         outcome = edit_each(program, _rewrite)
         stage = "canonical" if program.stage == "traced" else program.stage
         changed = outcome.matches + (stage != program.stage)

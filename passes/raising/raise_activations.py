@@ -35,11 +35,9 @@ A = torch.ops.aten
 class RaiseActivations(Pass):
     """No options."""
 
-    name: ClassVar[str] = "raise_activations"
     provides: ClassVar[frozenset[str]] = frozenset({"activations"})
 
     def run(self, program: Program) -> Outcome:
-        """Raise in every function. See the module docstring."""
 
         def edit(fn: Function) -> int | str:
             result = apply_rules(fn, RULES, program.weights)

@@ -39,11 +39,9 @@ NAMES: dict[Any, str] = {
 class RaiseGatedMlp(Pass):
     """No options."""
 
-    name: ClassVar[str] = "raise_gated_mlp"
     provides: ClassVar[frozenset[str]] = frozenset({"glu"})
 
     def run(self, program: Program) -> Outcome:
-        """Raise in every function. See the module docstring."""
         return edit_each(program, _raise)
 
 

@@ -49,11 +49,9 @@ REACH = 24  # calls between the first product and the end of a rotation; the lon
 class RaiseRotary(Pass):
     """No options."""
 
-    name: ClassVar[str] = "raise_rotary"
     provides: ClassVar[frozenset[str]] = frozenset({"rotary"})
 
     def run(self, program: Program) -> Outcome:
-        """Raise in every function. See the module docstring."""
         return edit_each(program, _raise)
 
 

@@ -34,13 +34,11 @@ G = torch.ops.graftwork
 class AcceptTrees(Pass):
     """No options."""
 
-    name: ClassVar[str] = "accept_trees"
     requires: ClassVar[frozenset[str]] = frozenset({"cached"})
     provides: ClassVar[frozenset[str]] = frozenset({"trees"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.CACHE_LAYOUT})
 
     def run(self, program: Program) -> Outcome:
-        """Add the input. See the module docstring."""
         return edit_each(program, _branch)
 
 

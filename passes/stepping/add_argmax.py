@@ -28,13 +28,11 @@ from ..engine.functions import TARGET, edit_each
 class AddArgmax(Pass):
     """No options."""
 
-    name: ClassVar[str] = "add_argmax"
     requires: ClassVar[frozenset[str]] = frozenset({"cached"})
     provides: ClassVar[frozenset[str]] = frozenset({"argmax"})
     reads: ClassVar[frozenset[Effect]] = frozenset({Effect.LOGITS})
 
     def run(self, program: Program) -> Outcome:
-        """Add the output. See the module docstring."""
         return edit_each(program, _add, TARGET)
 
 

@@ -33,13 +33,11 @@ class AddTopTokens(Pass):
 
     count: int = Field(default=8, ge=1)
 
-    name: ClassVar[str] = "add_top_tokens"
     requires: ClassVar[frozenset[str]] = frozenset({"cached"})
     provides: ClassVar[frozenset[str]] = frozenset({"top_tokens"})
     reads: ClassVar[frozenset[Effect]] = frozenset({Effect.LOGITS})
 
     def run(self, program: Program) -> Outcome:
-        """Add the output. See the module docstring."""
         return edit_each(program, partial(self._add, program.info.vocab_size), TARGET)
 
     def _add(self, vocabulary: int, fn: Function) -> int | str:

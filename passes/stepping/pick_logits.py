@@ -46,14 +46,12 @@ MIXING = frozenset(
 class PickLogits(Pass):
     """No options."""
 
-    name: ClassVar[str] = "pick_logits"
     requires: ClassVar[frozenset[str]] = frozenset({"cached"})
     provides: ClassVar[frozenset[str]] = frozenset({"picked"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.LOGITS})
     reads: ClassVar[frozenset[Effect]] = frozenset({Effect.FUNCTIONS})
 
     def run(self, program: Program) -> Outcome:
-        """Insert the choice after the last marker. See the module docstring."""
         return edit_each(program, _pick, TARGET)
 
 
@@ -81,10 +79,11 @@ def pick_after(fn: Function, last: torch.fx.Node, output: str) -> str:
     for user in users:
         user.replace_input_with(last, picked)
     tail = _descendants(fn, picked)
-    if any(_mixes_tokens(node) for node in tail):
+    if any(node.target in MIXING for node in tail):
         return "an op after the last marker mixes tokens"
     for node in tail:
-        _resize(node)
+        node.args = map_aggregate(node.args, _chosen)
+        node.kwargs = map_aggregate(node.kwargs, _chosen)
     try:
         fn.retype()
     except VerifyError as error:
@@ -100,17 +99,8 @@ def _descendants(fn: Function, root: torch.fx.Node) -> list[torch.fx.Node]:
     return [node for node in fn.calls() if node in reached and node is not root]
 
 
-def _mixes_tokens(node: torch.fx.Node) -> bool:
-    return node.target in MIXING
-
-
-def _resize(node: torch.fx.Node) -> None:
-    """Sizes that spoke of a step's T tokens now speak of the S chosen ones."""
-    node.args = map_aggregate(node.args, _chosen)
-    node.kwargs = map_aggregate(node.kwargs, _chosen)
-
-
 def _chosen(arg: Any) -> Any:
+    """A size that spoke of a step's T tokens, of the S chosen ones."""
     if not isinstance(arg, Sym) or "T" not in arg.symbols:
         return arg
     return arg.evaluate(lambda name: Sym("S") if name == "T" else Sym(name))

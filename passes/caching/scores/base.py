@@ -30,11 +30,12 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, create_model
 
 from ....ir import InputError
 from ....ir.ops.eviction import rounded, rounded_log
 from ....ir.support.discovery import Named
+from ....ir.support.fields import tuned
 
 __all__ = ["SCORES", "G", "RowScore", "rounded", "rounded_log", "row_score"]
 
@@ -67,14 +68,7 @@ class RowScore:
 
     def tuned(self, tuning: Mapping[str, Any]) -> dict[str, Any]:
         """Its own options, checked. Errors: `InputError` naming those there are."""
-        try:
-            return self.options(**tuning).model_dump()
-        except ValidationError as error:
-            first, known = error.errors()[0], ", ".join(self.options.model_fields) or "no options"
-            raise InputError(
-                f"tuning: {self.name} takes {known}; {'.'.join(map(str, first['loc']))}: "
-                f"{first['msg']}"
-            ) from error
+        return tuned(self.options, self.name, tuning).model_dump()
 
 
 SCORES: Named[RowScore] = Named("rule for rows of a cache")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ....ir.ops.numerics import Numeric, Quantized, pack
 from ...engine.moments import Moments
-from .base import Method, method
+from .base import Method, method, where_better
 
 
 class Learned(NamedTuple):
@@ -60,7 +60,7 @@ class AutoRound(Method):
             error = values(made, numeric).view_as(weight) - weight
             pull = error @ prepared.hessian
             now = (pull * error).sum(-1)
-            best = _kept(now < least, made, best)
+            best = where_better(now < least, made, best)
             least = torch.minimum(now, least)
             slopes = gradients(grouped, made, 2 * pull.view_as(grouped), numeric)
             rate = (1 - step / self.steps) / self.steps
@@ -104,12 +104,3 @@ def gradients(grouped: Tensor, made: Rounded, pull: Tensor, numeric: Numeric) ->
     by_scale = ((made.steps - moved * made.inside) * pull).sum(-1) / (2**numeric.bits - 1)
     low, high = grouped.amin(-1), grouped.amax(-1)
     return Learned(shift, (outside.sum(-1) - by_scale) * low, by_scale * high)
-
-
-def _kept(better: Tensor, made: Rounded, best: Rounded) -> Rounded:
-    """The best so far, with rows that are better now."""
-    parts = [
-        None if a is None or b is None else torch.where(better.view(-1, *[1] * (a.dim() - 1)), a, b)
-        for a, b in zip(made, best, strict=True)
-    ]
-    return Rounded(*parts)  # type: ignore[arg-type]

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+import torch
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from ....ir import InputError
 from ....ir.ops.numerics import Numeric, Quantized
-from ....ir.support.discovery import import_all
+from ....ir.support.discovery import Named
+from ....ir.support.fields import tuned
 from ....ir.weights import option
 from ...engine.calibrate import Seen
 from ...engine.moments import Moments
@@ -65,44 +66,41 @@ class Method(BaseModel):
         """A weight f32[N,K] in a form; may write into `weight`."""
         return Stored((self.quantize(weight, form.numerics[0], prepared),))
 
+    def parts(self, weight: Tensor, form: Form, prepared: Any) -> tuple[Tensor, ...]:
+        """The tensors of `stored`, in the order of `Form.names`."""
+        return form.tensors(self.stored(weight, form, prepared))
+
     def quantize(self, weight: Tensor, numeric: Numeric, prepared: Any) -> Quantized:
         """The same for a form of one format."""
         raise NotImplementedError
 
 
-_METHODS: dict[str, type[Method]] = {}
+T = TypeVar("T", bound=tuple[Tensor | None, ...])
+
+
+def where_better(better: Tensor, found: T, best: T) -> T:
+    """The rows of one named tuple of tensors [N,...] where `better` bool[N], else the other's."""
+    parts = (
+        None if a is None or b is None else torch.where(better.view(-1, *[1] * (a.dim() - 1)), a, b)
+        for a, b in zip(found, best, strict=True)
+    )
+    kind: Any = type(best)
+    made: T = kind(*parts)
+    return made
+
+
+METHODS: Named[type[Method]] = Named("method")
 M = TypeVar("M", bound=type[Method])
 
 
 def method(cls: M) -> M:
-    """Class decorator: make a method known under its name. Errors: `InputError` naming both methods
-    if another one has that name."""
-    known = _METHODS.setdefault(cls.name, cls)
-    if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-        here, there = (f"{c.__module__}.{c.__qualname__}" for c in (cls, known))
-        raise InputError(f"{here} and {there} are both methods called {cls.name!r}: rename one")
-    _METHODS[cls.name] = cls
+    """Class decorator: make a method known under its name. Errors: `InputError` if another module
+    has one of that name."""
+    METHODS.add(cls.name, cls, cls.__module__)
     option(cls)
     return cls
 
 
-def known_methods() -> dict[str, type[Method]]:
-    """Every method by name."""
-    import_all(__package__)
-    return dict(sorted(_METHODS.items()))
-
-
-def method_of(name: str, options: dict[str, Any]) -> Method:
+def method_of(name: str, tuning: dict[str, Any]) -> Method:
     """A method with its options. Errors: `InputError` naming the methods or options there are."""
-    known = known_methods()
-    if name not in known:
-        raise InputError(f"method: no method is called {name!r}; there are {', '.join(known)}")
-    fields = known[name].model_fields
-    try:
-        return known[name](**options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise InputError(
-            f"tuning: {name} takes {', '.join(sorted(fields)) or 'no options'}; "
-            f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        ) from error
+    return tuned(METHODS.find(name), name, tuning)

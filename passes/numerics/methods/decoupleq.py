@@ -11,7 +11,7 @@ Parameters into Integer and Floating Points" (2024).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -19,21 +19,11 @@ from torch import Tensor
 
 from ....ir.ops.numerics import Numeric, Quantized, levels
 from ...engine.moments import Moments, loss
-from .base import Method, method
-from .feedback import Factor, inverse_factor, round_with_feedback
+from .base import Method, method, where_better
+from .feedback import Prepared, inverse_factor, round_with_feedback, solved
 
 ELEMENTS = 2**24
 """Of the normal equations that are solved at once."""
-
-RIDGE = 1e-6
-"""Added to their diagonals, as a share of its mean."""
-
-
-class Prepared(NamedTuple):
-    """The second derivatives f32[K,K], damped, and their inverse's factor."""
-
-    hessian: Tensor
-    factor: Factor
 
 
 @method
@@ -69,7 +59,8 @@ class DecoupleQ(Method):
             nonlocal best, least
             now = loss(weight - numeric.dequantize(found), hessian)
             better = now < least  # not where it is NaN
-            best, least = _merged(better, found, best), torch.where(better, now, least)
+            best = where_better(better, found, best)
+            least = torch.where(better, now, least)
 
         for _ in range(self.rounds):
             before = least
@@ -88,16 +79,12 @@ def rescaled(weight: Tensor, best: Quantized, numeric: Numeric, hessian: Tensor)
     parts = [values] if best.offset is None else [values, torch.ones_like(values)]
     rows = max(1, ELEMENTS // (groups * len(parts)) ** 2)
     pieces = zip(error.split(rows), *(part.split(rows) for part in parts), strict=True)
-    solved = torch.cat([_moves(e, features, groups, hessian) for e, *features in pieces])
-    scale = numeric.stored(_fine(best.scale.double() + solved[:, 0], best.scale))
+    moves = torch.cat([_moves(e, features, groups, hessian) for e, *features in pieces])
+    moved = best.scale.double() + moves[:, 0]
+    scale = numeric.stored(torch.where(moved > 0, moved, best.scale))
     if best.offset is None:
         return Quantized(best.weight, scale)
-    return Quantized(best.weight, scale, numeric.stored(best.offset.double() + solved[:, 1]))
-
-
-def _fine(scale: Tensor, before: Tensor) -> Tensor:
-    """Scales above zero, as they were where they would not be."""
-    return torch.where(scale > 0, scale, before)
+    return Quantized(best.weight, scale, numeric.stored(best.offset.double() + moves[:, 1]))
 
 
 def _moves(error: Tensor, features: Sequence[Tensor], groups: int, hessian: Tensor) -> Tensor:
@@ -119,17 +106,4 @@ def _moves(error: Tensor, features: Sequence[Tensor], groups: int, hessian: Tens
     wanted = torch.stack([(pull * f).view(rows, groups, size).sum(-1) for f in features], 1)
     count = len(features) * groups
     flat = matrix.double().view(rows, count, count)
-    ridge = RIDGE * flat.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]
-    flat += ridge * torch.eye(count)
-    solved: Tensor = torch.linalg.solve_ex(flat, wanted.double().view(rows, count, 1)).result
-    return solved.view(rows, len(features), groups)
-
-
-def _merged(better: Tensor, found: Quantized, best: Quantized) -> Quantized:
-    """The rows of one where it is better, else the other's."""
-    return Quantized(
-        *(
-            None if a is None or b is None else torch.where(better[:, None], a, b)
-            for a, b in zip(found, best, strict=True)
-        )  # type: ignore[arg-type]
-    )
+    return solved(flat, wanted.double().view(rows, count)).view(rows, len(features), groups)

@@ -28,6 +28,9 @@ BLOCK = 128
 ROWS = 512
 """Rows that are packed at once."""
 
+RIDGE = 1e-6
+"""Added to the diagonals of normal equations, as a share of their mean."""
+
 Scales = tuple[Tensor, Tensor | None]
 """Scales and offsets of a group: one a row, [N]."""
 
@@ -38,6 +41,29 @@ class Factor(NamedTuple):
 
     upper: Tensor
     dead: Tensor
+
+
+class Prepared(NamedTuple):
+    """The second derivatives f32[K,K], damped, and their inverse's factor."""
+
+    hessian: Tensor
+    factor: Factor
+
+
+def damped(hessian: Tensor, damp: float) -> Tensor:
+    """A matrix with `damp` times the mean of its diagonal added to that, in place."""
+    diagonal = hessian.diagonal()
+    diagonal += damp * diagonal.mean().clamp(min=torch.finfo(torch.float32).tiny)
+    return hessian
+
+
+def solved(matrix: Tensor, wanted: Tensor) -> Tensor:
+    """Solutions f64[N,n] of normal equations f64[N,n,n], whose right sides are f64[N,n], with
+    `RIDGE` times the mean of their diagonals added to those."""
+    ridge = RIDGE * matrix.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]
+    matrix = matrix + ridge * torch.eye(matrix.shape[1])
+    found: Tensor = torch.linalg.solve_ex(matrix, wanted[..., None]).result[..., 0]
+    return found
 
 
 def inverse_factor(moments: Moments, damp: float) -> Factor:
@@ -72,40 +98,63 @@ def round_with_feedback(
     fixed: scales and offsets [N,K/group] to use; else those of a group are taken when its first
     column is reached, of its values as they are then.
     """
-    left = weight.T.float().clone(memory_format=torch.contiguous_format)
-    left[factor.dead] = 0
-    columns, group = left.shape[0], numeric.group
-    steps = torch.empty(left.shape, dtype=torch.uint8)
     scales: list[Scales] = []
-    take = _taken(fixed, numeric, left)
-    for start in range(0, columns, width := _block(columns, group)):
-        end = min(start + width, columns)
-        errors = torch.empty(end - start, left.shape[1])
-        for i in range(start, end):
-            if i % group == 0:
-                scales.append(take(i))
-            found = numeric.steps(left[i], *scales[-1])
-            steps[i] = found.to(torch.uint8)
-            error = (left[i] - numeric.values(found, *scales[-1])) / factor.upper[i, i]
-            left[i:end].addr_(factor.upper[i, i:end], error, alpha=-1)
-            errors[i - start] = error
-        left[end:].addmm_(factor.upper[start:end, end:].T, errors, alpha=-1)
+
+    def step(i: int, left: Tensor) -> tuple[Tensor, Tensor]:
+        if i % numeric.group == 0:
+            scales.append(_taken(fixed, numeric, left, i))
+        found = numeric.steps(left[i], *scales[-1])
+        return found, numeric.values(found, *scales[-1])
+
+    steps = _fed_back(weight, factor, _block(weight.shape[1], numeric.group), step)
     scale = torch.stack([scale for scale, _ in scales], 1)
     offsets = [offset for _, offset in scales if offset is not None]
-    del left, take  # packing takes memory of its own
     packed = torch.cat([pack(rows.contiguous(), numeric.bits) for rows in steps.T.split(ROWS)])
     return Quantized(packed, scale, torch.stack(offsets, 1) if offsets else None)
 
 
-def _taken(fixed: Scales | None, numeric: Numeric, left: Tensor) -> Callable[[int], Scales]:
+def mapped_with_feedback(weight: Tensor, factor: Factor, scale: Tensor, book: Tensor) -> Tensor:
+    """Entries u8[N,K] of a codebook f32[L], times a scale a row f32[N,1], for a weight f32[N,K]."""
+    by = scale.flatten()
+
+    def step(i: int, left: Tensor) -> tuple[Tensor, Tensor]:
+        found = nearest(left[i] / by, book)
+        return found, book[found.long()] * by
+
+    return _fed_back(weight, factor, BLOCK, step).T.contiguous()
+
+
+def _fed_back(
+    weight: Tensor,
+    factor: Factor,
+    block: int,
+    step: Callable[[int, Tensor], tuple[Tensor, Tensor]],
+) -> Tensor:
+    """Codes u8[K,N] of a weight f32[N,K]. step: of a column's number and what is left of all
+    columns f32[K,N], the codes of that column and what they stand for."""
+    left = weight.T.float().clone(memory_format=torch.contiguous_format)
+    left[factor.dead] = 0
+    codes = torch.empty(left.shape, dtype=torch.uint8)
+    for start in range(0, len(left), block):
+        end = min(start + block, len(left))
+        errors = torch.empty(end - start, left.shape[1])
+        for i in range(start, end):
+            found, value = step(i, left)
+            codes[i] = found.to(torch.uint8)
+            error = (left[i] - value) / factor.upper[i, i]
+            left[i:end].addr_(factor.upper[i, i:end], error, alpha=-1)
+            errors[i - start] = error
+        left[end:].addmm_(factor.upper[start:end, end:].T, errors, alpha=-1)
+    return codes
+
+
+def _taken(fixed: Scales | None, numeric: Numeric, left: Tensor, column: int) -> Scales:
     """The scales of the group that begins at a column."""
     if fixed is None:
-        return lambda i: numeric.scales(left[i : i + numeric.group].T)
-    scale, offset = fixed
-    return lambda i: (
-        scale[:, i // numeric.group],
-        None if offset is None else offset[:, i // numeric.group],
-    )
+        return numeric.scales(left[column : column + numeric.group].T)
+    scale, offset = (None if part is None else part[:, column // numeric.group] for part in fixed)
+    assert scale is not None
+    return scale, offset
 
 
 def _block(columns: int, group: int) -> int:
@@ -113,22 +162,3 @@ def _block(columns: int, group: int) -> int:
     if group <= BLOCK:
         return BLOCK // group * group
     return BLOCK if group % BLOCK == 0 or group == columns else group
-
-
-def mapped_with_feedback(weight: Tensor, factor: Factor, scale: Tensor, book: Tensor) -> Tensor:
-    """Entries u8[N,K] of a codebook f32[L], times a scale a row f32[N,1], for a weight f32[N,K]."""
-    left = weight.T.float().clone(memory_format=torch.contiguous_format)
-    left[factor.dead] = 0
-    by = scale.flatten()
-    codes = torch.empty(left.shape, dtype=torch.uint8)
-    for start in range(0, len(left), BLOCK):
-        end = min(start + BLOCK, len(left))
-        errors = torch.empty(end - start, left.shape[1])
-        for i in range(start, end):
-            found = nearest(left[i] / by, book)
-            codes[i] = found.to(torch.uint8)
-            error = (left[i] - book[found.long()] * by) / factor.upper[i, i]
-            left[i:end].addr_(factor.upper[i, i:end], error, alpha=-1)
-            errors[i - start] = error
-        left[end:].addmm_(factor.upper[start:end, end:].T, errors, alpha=-1)
-    return codes.T.contiguous()

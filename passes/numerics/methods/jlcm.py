@@ -25,7 +25,7 @@ from ....ir.ops.numerics import LOOKED_UP, Numeric, Quantized, nearest, pack
 from ...engine.moments import Moments, loss
 from ..stored import Form, Stored
 from .base import Method, method
-from .feedback import Factor, inverse_factor, mapped_with_feedback
+from .feedback import Prepared, damped, inverse_factor, mapped_with_feedback
 
 LARGEST = 127.0
 """Of a codebook: products of rounded activations take whole numbers."""
@@ -45,13 +45,6 @@ class Learned(NamedTuple):
     codes: Tensor
     book: Tensor
     loss: Tensor
-
-
-class Prepared(NamedTuple):
-    """The second derivatives f32[K,K], damped, and their inverse's factor."""
-
-    hessian: Tensor
-    factor: Factor
 
 
 @method
@@ -80,9 +73,7 @@ class Jlcm(Method):
 
     def prepared(self, moments: Moments) -> Prepared:
         """Errors: as `inverse_factor`."""
-        hessian = moments.hessian.clone()
-        diagonal = hessian.diagonal()
-        diagonal += self.damp * diagonal.mean().clamp(min=torch.finfo(torch.float32).tiny)
+        hessian = damped(moments.hessian.clone(), self.damp)
         return Prepared(hessian, inverse_factor(moments, self.damp))
 
     def stored(self, weight: Tensor, form: Form, prepared: Prepared) -> Stored:

@@ -13,7 +13,7 @@ Methods for Large Language Models" (2025).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
@@ -23,13 +23,11 @@ from ....ir import InputError
 from ....ir.ops.numerics import Numeric, Quantized, pack
 from ...engine.moments import Moments, loss
 from ..stored import Form, Stored
-from .base import Method, method
+from .base import Method, method, where_better
+from .feedback import damped, solved
 
 UNIT = 16
 """Salient channels come in as many, so that kernels have whole blocks."""
-
-RIDGE = 1e-6
-"""Added to the diagonal of normal equations, as a share of its mean."""
 
 
 @method
@@ -58,8 +56,7 @@ class Ptq161(Method):
 
     def prepared(self, moments: Moments) -> Moments:
         """Second derivatives, damped as in GPTQ."""
-        diagonal = moments.hessian.diagonal()
-        diagonal += self.damp * diagonal.mean().clamp(min=torch.finfo(torch.float32).tiny)
+        damped(moments.hessian, self.damp)
         return moments
 
     def stored(self, weight: Tensor, form: Form, prepared: Moments) -> Stored:
@@ -73,19 +70,21 @@ class Ptq161(Method):
             steps = _nearest(weight, best, form, columns)
             found = _solved(weight, steps, form, columns, prepared.hessian)
             now = loss(weight - form.values(_stored(found, form, columns)), prepared.hessian)
-            better = (now < least)[:, None]
+            better = now < least
             if not better.any():
                 break
-            best = tuple(
-                tuple(torch.where(better, a, b) for a, b in zip(new, old, strict=True))
-                for new, old in zip(found, best, strict=True)
-            )
+            both = zip(found, best, strict=True)
+            best = tuple(where_better(better, new, old) for new, old in both)
             least = torch.minimum(now, least)
         return _stored(best, form, columns)
 
 
-Term = tuple[Tensor, ...]
-"""Whole numbers f32[N,k], a scale and an offset f32[N,1]."""
+class Term(NamedTuple):
+    """Whole numbers f32[N,k], a scale and an offset f32[N,1]."""
+
+    steps: Tensor
+    scale: Tensor
+    offset: Tensor
 
 
 def _first_steps(weight: Tensor, form: Form, columns: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -115,14 +114,11 @@ def _solved(
     pulled = [feature @ hessian for feature in features]
     matrix = torch.stack([torch.stack([(p * f).sum(-1) for f in features], -1) for p in pulled], -2)
     wanted = torch.stack([(p * weight).sum(-1) for p in pulled], -1).double()
-    matrix = matrix.double()
-    ridge = RIDGE * matrix.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]
-    matrix = matrix + ridge * torch.eye(len(features))
-    solved = torch.linalg.solve_ex(matrix, wanted[..., None]).result[..., 0].float()
+    best = solved(matrix.double(), wanted).float()
     found = []
     for place, (numeric, number) in enumerate(zip(form.numerics, steps, strict=True)):
-        scale, offset = solved[:, 2 * place : 2 * place + 1], solved[:, 2 * place + 1 :][:, :1]
-        found.append((number, numeric.stored(scale).float(), numeric.stored(offset).float()))
+        scale, offset = best[:, 2 * place : 2 * place + 1], best[:, 2 * place + 1 :][:, :1]
+        found.append(Term(number, numeric.stored(scale).float(), numeric.stored(offset).float()))
     return tuple(found)
 
 
