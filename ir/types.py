@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -227,6 +227,17 @@ class TensorType:
 
 ValueType: TypeAlias = TensorType | tuple[Any, ...]
 """Type of a node's value: a tensor, or a tuple of them for ops with several results."""
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """The items of nested lists, tuples and dicts, in order."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple)):
+        yield value
+        return
+    for item in value:
+        yield from leaves(item)
 
 
 def type_text(value_type: ValueType) -> str:

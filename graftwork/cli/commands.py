@@ -33,6 +33,7 @@ from .options import (
     SetOption,
     TargetOption,
     TextOption,
+    require,
 )
 from .train import train
 
@@ -117,8 +118,7 @@ def optimize(
     json_: Annotated[bool, typer.Option("--json", help="The report as JSON.")] = False,
 ) -> None:
     """Trace a model, run a recipe's passes over it, and save the result."""
-    if (folder is None) != dry_run:
-        raise _bad("give either --out DIR or --dry-run")
+    require((folder is None) == dry_run, "give either --out DIR or --dry-run")
     from ..artifact.saved import check_destination
     from ..model import optimize as optimize_model
     from .open_model import with_settings
@@ -251,8 +251,7 @@ def inspect(
     from ..model import load, trace
     from .open_model import with_settings
 
-    if after is not None and recipe is None:
-        raise _bad("--after needs --recipe")
+    require(after is None or recipe is not None, "--after needs --recipe")
     with progress() as show:
         if is_saved(Path(model)) and recipe is None:
             program = load(model).program
@@ -312,12 +311,6 @@ def _is_expected(error: Exception) -> bool:
 
     # `OSError`: a full disk, missing permission, ...; its message names the file.
     return isinstance(error, (GraftworkError, OSError))
-
-
-def _bad(message: str) -> Exception:
-    from ..ir.support.errors import InputError
-
-    return InputError(message)
 
 
 def _show(table: Any, figures: Any, file: Path | None) -> None:

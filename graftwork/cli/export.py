@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from .console import out, progress
-from .options import TO_WRITE, AnyModel, DataOption, MaybeRecipe, SetOption, TargetOption
+from .options import TO_WRITE, AnyModel, DataOption, MaybeRecipe, SetOption, TargetOption, require
 
 # Late imports: torch takes seconds, which `--help` does not need.
 
@@ -58,17 +58,15 @@ def export(
     """Write a model for ONNX Runtime, onnxruntime-genai or transformers, or drafts for vLLM."""
     from ..artifact.destinations import MARKS, check_folder
     from ..exporting.onnx_folder import check_opset
-    from ..ir.support.errors import InputError
     from .open_model import open_model, stored_as
 
     given: dict[str, Any] = {"plain": plain, "qdq": qdq, "ops": ops, "opset": opset}
     given["sample"] = sample
     options = {name: value for name, value in given.items() if value not in (None, False)}
     for name in [*options, *(["dtype"] if dtype else [])]:
-        if format_ not in TAKES[name]:
-            raise InputError(f"--{name} is for {_listed(TAKES[name])}")
-    if dtype is not None and target is not None:
-        raise InputError("give --dtype or --target, not both: a target includes a dtype")
+        require(format_ in TAKES[name], f"--{name} is for {_listed(TAKES[name])}")
+    one = dtype is None or target is None
+    require(one, "give --dtype or --target, not both: a target includes a dtype")
     check_folder(folder, MARKS[format_])
     if opset is not None:
         check_opset(ops or "contrib", opset)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .console import err, progress
-from .options import AnyModel, DataOption, MaybeRecipe, SetOption, TargetOption
+from .options import AnyModel, DataOption, MaybeRecipe, SetOption, TargetOption, require
 
 # Late imports: torch takes seconds, which `--help` does not need.
 
@@ -62,13 +62,13 @@ def generate(
     if temperature is not None:
         keywords |= {"do_sample": True, "temperature": temperature} if temperature else _GREEDY
     shapes = bool(top_k) or top_p is not None
-    _require(not shapes or temperature != 0, _NEED_TEMPERATURE)
+    require(not shapes or temperature != 0, _NEED_TEMPERATURE)
     check_keywords(keywords)
     text = _text(prompt, file)
 
     def known(info: ModelInfo, assets: Mapping[str, Path], room: bool) -> None:
         sampled = keywords.get("do_sample", info.defaults.do_sample)
-        _require(not shapes or bool(sampled), _NEED_TEMPERATURE)
+        require(not shapes or bool(sampled), _NEED_TEMPERATURE)
         if room and "tokenizer.json" in assets:
             _check_room(text, keywords, info, assets["tokenizer.json"])
 
@@ -76,7 +76,7 @@ def generate(
         opened = open_model(model, recipe, set_, target, show, data=data, known=known, runs=True)
         ids, info = encode(opened.tokenizer, text), opened.program.info
         begun = opened.program.plan.source.beginning(ids)
-        _require(bool(ids), "--prompt: expected some text; it has no tokens")
+        require(bool(ids), "--prompt: expected some text; it has no tokens")
         known(info, {}, False)
         if info.defaults.supported.keys().isdisjoint(("max_new_tokens", "max_length")):
             keywords.setdefault("max_new_tokens", max(1, min(128, info.context - len(begun))))
@@ -114,12 +114,12 @@ def _text(prompt: str | None, file: Path | None) -> str:
     from ..ir.support.errors import InputError
     from ..ir.support.files import LARGE, read_bytes
 
-    _require(
+    require(
         (prompt is None) != (file is None),
         "expected some text: give either --prompt TEXT or --file FILE",
     )
     if prompt not in (None, "-"):
-        _require(bool(prompt), "--prompt: expected some text")
+        require(bool(prompt), "--prompt: expected some text")
         return str(prompt)
     where = "--prompt -" if file is None else f"--file {file}"
     try:
@@ -127,9 +127,9 @@ def _text(prompt: str | None, file: Path | None) -> str:
         text = read.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{where}: cannot read text in UTF-8: {error}") from error
-    _require(len(read) <= LARGE, f"{where}: more than {LARGE >> 20} MB")
+    require(len(read) <= LARGE, f"{where}: more than {LARGE >> 20} MB")
     text = text.removesuffix("\n")
-    _require(bool(text), f"{where}: expected some text, and there is none")
+    require(bool(text), f"{where}: expected some text, and there is none")
     return text
 
 
@@ -141,10 +141,3 @@ def _check_room(text: str, keywords: Mapping[str, Any], info: ModelInfo, tokeniz
     count = len(encode(read_tokenizer(tokenizer), text))
     anything = replace(info, vocab_size=info.vocab_size or 1 << 62)  # unknown for ONNX graphs
     read_options(keywords, anything).new_tokens(count, count, info)
-
-
-def _require(holds: bool, message: str) -> None:
-    from ..ir.support.errors import InputError
-
-    if not holds:
-        raise InputError(message)

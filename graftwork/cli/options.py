@@ -21,6 +21,14 @@ def written(text: str) -> Path:
     return plain_path("where to write", text)
 
 
+def require(holds: bool, message: str) -> None:
+    """Errors: `InputError` with the message unless it holds."""
+    from ..ir.support.errors import InputError
+
+    if not holds:
+        raise InputError(message)
+
+
 TO_WRITE: dict[str, Any] = {"parser": written, "metavar": "PATH"}
 """Common parameters of options for output paths."""
 

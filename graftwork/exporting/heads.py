@@ -55,7 +55,7 @@ def export_vllm_medusa(program: Program, folder: Path) -> Path:
         "medusa_fc_bias": True,
         "max_paths": 64,
     }
-    return write_folder(folder, config, tensors)
+    return write_heads(folder, config, tensors)
 
 
 def find_draft(program: Program, kind: type[Draft], hint: str) -> Draft:
@@ -66,7 +66,7 @@ def find_draft(program: Program, kind: type[Draft], hint: str) -> Draft:
     return found[0]
 
 
-def write_folder(
+def write_heads(
     folder: Path, config: Mapping[str, object], tensors: Mapping[str, torch.Tensor]
 ) -> Path:
     """Write the folder atomically."""

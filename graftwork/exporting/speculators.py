@@ -15,7 +15,7 @@ from ..ir import Function, InputError, Program
 from ..ir.plan import CachedDraft
 from ..ir.rewrite.subgraph import evaluate, extract
 from ..ir.support.files import read_json
-from .heads import find_draft, write_folder
+from .heads import find_draft, write_heads
 
 A, G = torch.ops.aten, torch.ops.graftwork
 PREFIX, LAYER = "eagle3.", "eagle3.midlayer."
@@ -59,7 +59,7 @@ def export_speculators(program: Program, folder: Path, target: str = "") -> Path
         "tie_word_embeddings": False,
         "transformer_layer_config": layer,
     }
-    return write_folder(folder, config, tensors)
+    return write_heads(folder, config, tensors)
 
 
 def _architectures(program: Program) -> list[str]:

@@ -6,7 +6,6 @@ neighbours, the site, expected and got, and a remedy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +19,7 @@ from ..program import Program
 from ..support.errors import GraftworkError, InputError, VerifyError
 from ..support.names import check_name, check_program_name, is_name, shown
 from ..text.printer import function_lines, site_text
-from ..types import Sym, TensorType, type_text
+from ..types import Sym, TensorType, leaves, type_text
 from .verify_plan import verify_plan
 
 _PLAIN = (Sym, bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -112,7 +111,7 @@ class _Checker:
     # -- nodes
 
     def check_arguments(self, node: torch.fx.Node) -> None:
-        for arg in _leaves((node.args, dict(node.kwargs))):
+        for arg in leaves((node.args, dict(node.kwargs))):
             if isinstance(arg, torch.fx.Node):
                 self.check_use(node, arg)
             elif isinstance(arg, Sym):
@@ -227,8 +226,8 @@ class _Checker:
                 got=type_text(node.meta["type"]),
                 fix="call Function.retype() after changing arguments",
             )
-        leaves = [t for t in _leaves(found) if isinstance(t, TensorType)]
-        symbols = [d.symbols for t in leaves for d in t.dims if isinstance(d, Sym)]
+        types = [t for t in leaves(found) if isinstance(t, TensorType)]
+        symbols = [d.symbols for t in types for d in t.dims if isinstance(d, Sym)]
         self.check_symbols(node, set().union(*symbols, set()))
 
     def check_output(self, node: torch.fx.Node) -> None:
@@ -352,14 +351,3 @@ def quote(function: Function, node: torch.fx.Node) -> list[str]:
     first = max(0, index - 2)
     window = lines[first : index + 3]
     return [f"  {'>' if first + i == index else ' '} {ln.text}" for i, ln in enumerate(window)]
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _leaves(item)
-    else:
-        yield value

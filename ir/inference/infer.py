@@ -151,10 +151,7 @@ def _thaw(frozen: Any, shapes: _Shapes) -> Any:
             return {k: _thaw(v, shapes) for k, v in items}
         values = [_thaw(item, shapes) for item in items]
         return values if kind == "list" else tuple(values)
-    return _instantiate(frozen.value, shapes)
-
-
-def _instantiate(value: Any, shapes: _Shapes) -> Any:
+    value = frozen.value
     if isinstance(value, TensorType):
         return shapes.fake(value)
     if isinstance(value, Sym):

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..types import Dim, Sym, TensorType, ValueType, make_dim
+from ..types import Dim, Sym, TensorType, ValueType, leaves, make_dim
 
 _PRIMES = (7919, 7927, 7933, 7937, 7949, 7951)
 _ORDERS = (
@@ -35,7 +35,7 @@ def sampled(target: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Va
     names = sorted({name for dim in dims for name in dim.symbols})
     if len(names) >= len(_PRIMES):
         return None
-    if not _on_meta(args):
+    if not any(isinstance(leaf, TensorType) for leaf in leaves(args)):
         if not _makes_tensors(target):
             return None
         kwargs = {**kwargs, "device": "meta"}
@@ -134,22 +134,9 @@ def _likely(dims: list[Sym]) -> Iterator[Sym]:
 
 def _dims(value: Any) -> Iterator[Sym]:
     """The symbolic sizes in arguments."""
-    if isinstance(value, Sym):
-        yield value
-    elif isinstance(value, TensorType):
-        yield from (dim for dim in value.dims if isinstance(dim, Sym))
-    elif isinstance(value, dict):
-        yield from _dims(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _dims(item)
-
-
-def _on_meta(value: Any) -> bool:
-    """Whether there is a tensor argument, so that results are on meta."""
-    if isinstance(value, (list, tuple)):
-        return any(map(_on_meta, value))
-    return isinstance(value, TensorType)
+    for leaf in leaves(value):
+        dims = leaf.dims if isinstance(leaf, TensorType) else (leaf,)
+        yield from (dim for dim in dims if isinstance(dim, Sym))
 
 
 def _makes_tensors(target: Callable[..., Any]) -> bool:
