@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from graftwork.ir import InputError
 from graftwork.ir.ops import OpDef, Sample, all_ops
 
 DTYPES = torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool
@@ -90,3 +91,17 @@ def test_eager_and_fake_take_the_same_calls(op: OpDef) -> None:
         if real and real != fake and not refused:
             apart.append(f"{what}: eager {real}, fake {fake}")
     assert not apart, f"{op.name}: {len(apart)} calls differ\n" + "\n".join(apart[:20])
+
+
+def test_options_that_must_be_at_least_one() -> None:
+    found = 0
+    for op in all_ops().values():
+        for name in (item[:-5] for item in op.declared.items if item.endswith(" >= 1")):
+            args, options = next(iter(op.samples()))
+            if name in options:
+                found += 1
+                with pytest.raises(
+                    InputError, match=f"{op.name}: {name} must be at least 1, got 0"
+                ):
+                    op.overload(*args, **{**options, name: 0})
+    assert found >= 5
