@@ -25,8 +25,7 @@ from .stats import Stats
 
 
 class Run(NamedTuple):
-    """Tokens that two texts have: `length` of them from `old` on in one, from `new` on in
-    the other."""
+    """`length` tokens that two texts share, from `old` on in one and from `new` on in the other."""
 
     old: int
     new: int
@@ -61,8 +60,7 @@ def runs(old: Sequence[int], new: Sequence[int], least: int) -> list[Run]:
 
 
 class Edit(NamedTuple):
-    """A prompt, what is found again of the text of an earlier call that it was made of, and the
-    rows of each such run."""
+    """A prompt, the runs that it shares with the text of an earlier call, and their rows."""
 
     tokens: list[int]
     runs: list[Run]
@@ -70,8 +68,7 @@ class Edit(NamedTuple):
 
 
 def edits(decoding: Decoding) -> list[Edit]:
-    """Of the prompts of a call that has not begun, those that are earlier texts edited, and of
-    whose tokens fewer need be fed so."""
+    """Prompts of a call that has not begun for which edits of earlier texts save tokens."""
     kept, least = decoding.kept, decoding.cache.least
     if kept is None or least is None or decoding.drafter.reads:
         return []

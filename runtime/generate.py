@@ -83,16 +83,14 @@ def _heard(executable: Executable, sources: torch.Tensor, plan: Encoded) -> list
 
 
 def _seeded(options: Mapping[str, Any], program: Program) -> Mapping[str, Any]:
-    """The options; with one seed for all processes where several run a program's parts, which
-    would draw different tokens otherwise."""
+    """The options; where processes share a program, with one seed, so that all draw alike."""
     _, parts = part_of(program)
     chosen = options.keys() & {"seed", "generator"}
     return options if parts == 1 or chosen else {**options, "seed": agreed_seed()}
 
 
 def _remark(plan: DecodePlan, request: Request) -> None:
-    """Warn of weights that know nothing, and of texts that are longer than what may leave early;
-    Python shows the same warning once."""
+    """Warn of untrained weights, and of texts longer than what may leave early."""
     depth, most = plan.depth, max(text.limit - text.prompt for text in request.texts)
     if isinstance(depth, ThresholdDepth) and 0 < depth.tokens < most:
         warnings.warn(

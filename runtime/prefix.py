@@ -193,8 +193,7 @@ def _marks(executable: Executable) -> dict[str, str]:
 
 
 def program_mark(program: Program) -> str:
-    """A hash of what decides the rows of a text: functions, states, what the plan says of them, and
-    a sample of every weight that they read."""
+    """A hash of what decides a text's rows: functions, states, plan, samples of all weights."""
     digest = hashlib.sha256()
     for function in program.functions.values():
         digest.update(function_text(function).encode())

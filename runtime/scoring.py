@@ -118,8 +118,7 @@ class _Scoring:
     def _piece(
         self, feeder: Feeder, piece: torch.Tensor, width: int, fetch: tuple[str, ...]
     ) -> list[torch.Tensor]:
-        """Logits of a piece, [] without. The step may be wider: columns behind a text are seen by
-        nothing before them."""
+        """Logits of a piece, [] if none are fetched. The step may be wider than the piece."""
         text, count = self.texts[0], piece.shape[1]
         feeder.make_room(text.rows + width)
         given = chain_inputs(torch.nn.functional.pad(piece, (0, width - count)), text.rows)

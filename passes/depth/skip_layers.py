@@ -135,8 +135,7 @@ class SkipLayers(Pass):
 
 
 def _number(layer: int, there: Sequence[int]) -> int:
-    """The number of a layer, which may be counted from the end. Errors: `PassError` if there is
-    none."""
+    """A layer's number, which may be counted from the end. Errors: `PassError` for none."""
     if layer < 0 and -layer <= len(there):
         return there[layer]
     if layer not in there:

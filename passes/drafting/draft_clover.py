@@ -52,8 +52,7 @@ LEAST = 1e-6
 
 @builds(ContinuedDraft, "token", "feature", "later", "noise", decay=0.7, aim="distribution")
 class DraftClover(DraftPass):
-    """heads: tokens predicted. layers: augmenting ones. The rest: see `DraftPass` and
-    the record."""
+    """heads: tokens predicted. layers: augmenting ones. The rest: `DraftPass` and the record."""
 
     heads: int = Field(default=5, ge=2)
     layers: int = Field(default=2, ge=1)

@@ -48,8 +48,7 @@ THEIRS = {"embedding": "emb", "project": "proj", "norm": "ln", "head": "head"}
 
 @builds(RecurrentDraft, levels=3, decay=1.0)
 class DraftMlpSpeculator(DraftPass):
-    """inner: width of the state; None: the model's own. The rest: see `DraftPass` and the
-    record."""
+    """inner: width of the state; None: the model's. The rest: `DraftPass` and the record."""
 
     inner: int | None = Field(default=None, ge=1)
 

@@ -52,9 +52,8 @@ NAME = "draft"
 
 @builds(CachedDraft, "rollout", "decay", "aim")
 class DraftModel(RecordPass):
-    """model: folder of the draft's checkpoint. candidates: best tokens that the draft returns.
-    drafter: who drafts for the draft: a draft record, or a recipe's name or path. The rest: see the
-    record."""
+    """model: folder of the draft's checkpoint. candidates: best tokens that it returns. drafter: of
+    the draft itself: a draft record, or a recipe's name or path. The rest: see the record."""
 
     model: str = ""
     drafter: str = ""

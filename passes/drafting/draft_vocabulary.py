@@ -36,8 +36,7 @@ ABSENT = -30000.0
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """D tokens of a target's V. name: prefix of its weights; ids: i64[D], rising, which they
-    are."""
+    """D tokens of a target's V. name: prefix of its weights; ids: i64[D], rising."""
 
     name: str
     vocab: int

@@ -117,8 +117,7 @@ class Graft:
         return name
 
     def check_layers(self, layers: Sequence[int], have: Sequence[int], what: str) -> None:
-        """That these are layers that there are, each once. Errors: `PassError` naming `what` is
-        expected."""
+        """That these are existing layers, each once. Errors: `PassError` saying `what` they are."""
         if not set(layers) <= set(have) or len(set(layers)) < len(layers):
             raise PassError(
                 f"{self.owner}: layers={layers}: expected {what}, each once: some of "

@@ -196,8 +196,7 @@ class TrainedWeights:
 
 
 def _kind(name: str) -> str:
-    """Whose a weight of ours is: ``hydra`` of ``hydra.0.skip.weight``, ``speculator`` of
-    ``speculator_0.head.weight``."""
+    """A weight's drafter: ``hydra`` of ``hydra.0.skip``, ``speculator`` of ``speculator_0``."""
     return re.split(r"\.|_\d", name)[0]
 
 

@@ -49,8 +49,7 @@ def listens(options: Mapping[str, Any], program: Program) -> Encoded | None:
 
 
 def to_hear(plan: Encoded, batch: int, vocabulary: int) -> dict[str, Any]:
-    """Options of a call that writes one token behind the start, a language's, as whisper's authors
-    find it (Radford et al. 2022)."""
+    """Options of a call that yields one token, a language's (Radford et al., "Whisper", 2022)."""
     known = set(plan.language_tokens)
     return {
         "decoder_input_ids": torch.tensor([plan.start] * batch),

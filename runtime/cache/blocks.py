@@ -18,8 +18,7 @@ from .base import CachePolicy
 
 
 class BlockPolicy(CachePolicy):
-    """Runs the record's function on the sequences that are due. seen: rows of each sequence when it
-    last had its turn."""
+    """Runs the record's function on due sequences. seen: rows of each at its last turn."""
 
     def __init__(self, record: Any, executable: Executable) -> None:
         super().__init__(record, executable)

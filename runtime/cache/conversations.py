@@ -230,8 +230,7 @@ class Conversations:
         self.put_away(executable, slot, _left(going, slot))
 
     def leave(self, executable: Executable, going: Going, retired: set[int]) -> None:
-        """The generation is over; the rows of its texts lie in the buffers, but for those of
-        `retired` ones."""
+        """The generation is over; its texts' rows lie in the buffers, except `retired` ones."""
         slots = range(len(going.texts) if _stands_alone(going) else 0)
         self.lying = [None if slot in retired else _left(going, slot) for slot in slots]
         self.begun = executable.begun
@@ -251,8 +250,7 @@ def deciding(program: Program) -> tuple[Any, ...]:
 
 
 def kept_states(program: Program) -> list[str]:
-    """The states that hold something of a text itself, and not of what it is written from, or of
-    what it has in common with others."""
+    """States that hold rows of a text, not of its source or of a shared beginning."""
     return [n for n, s in program.states.items() if s.capacity != SOURCE and not s.together]
 
 

@@ -46,8 +46,7 @@ class EvictPolicy(BlockPolicy):
                 text.position = text.rows
 
     def back_to(self, fed: int, count: int) -> int:
-        """See `CachePolicy.back_to`: nothing was dropped or written over since the last place where
-        something may have been."""
+        """To after the last place where rows may have been dropped or written over."""
         last = max(fed - fed % self.block, 0)
         if not self.by_block and fed < self.record.most:
             last = 0

@@ -17,6 +17,5 @@ class MarkPolicy(BlockPolicy):
         return rows > 0 and rows % self.block == 0
 
     def back_to(self, fed: int, count: int) -> int:
-        """Anywhere: landmarks of whole blocks are those of the text that both begin with, and
-        nothing reads others."""
+        """Anywhere: landmarks of whole blocks belong to the common text; no others are read."""
         return count

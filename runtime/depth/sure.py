@@ -16,8 +16,7 @@ from ..feeding.outputs import Outputs
 
 
 def margins(outputs: Outputs, live: Sequence[int]) -> list[float]:
-    """By how much the likeliest token is more probable than the second, by the first column of
-    ``logits`` f[B,S,V], of some sequences."""
+    """p(best) - p(second) by the first column of ``logits`` f[B,S,V], of some sequences."""
     # By numpy: torch takes 0.3 ms for so little right after a model has run.
     rows = outputs.floats("logits")
     return [_margin(rows[index, 0]) for index in live]

@@ -51,9 +51,8 @@ class StepFeed(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """Tokens that have been through the first `parts` parts of the step, and through no others:
-    `rows[b]` behind `past[b]` rows. outputs: by name, what those returned of them and was fetched,
-    [B,N,...]."""
+    """Tokens that have been through the first `parts` parts of the step only: `rows[b]` behind
+    `past[b]` rows. outputs: by name, those parts' fetched outputs [B,N,...] of them."""
 
     parts: int
     past: list[int]
@@ -130,8 +129,7 @@ class Feeder:
             self.executable.reserve(rows, LOG)
 
     def fold(self, past: Sequence[int], certain: Sequence[int]) -> None:
-        """Note what recurrences cover after a step. Errors: `InputError` where one would have to go
-        back."""
+        """Note what recurrences cover after a step. Errors: `InputError` if one must go back."""
         if not self.logged:
             return
         for b, (rows, before) in enumerate(zip(past, self.folded, strict=True)):
@@ -171,9 +169,8 @@ class Feeder:
         return Outputs({**outputs, **led}) if led else outputs
 
     def lead(self, count: int, step: StepFeed) -> Outputs:
-        """As `run`, through the first `count` parts alone. A step on the same tokens goes on from
-        there, and so does another call with tokens behind them: only those are fed, and what is
-        returned is theirs."""
+        """As `run`, through the first `count` parts alone. A later step on these tokens goes on
+        from there; a later `lead` feeds, and returns outputs of, tokens behind them only."""
         if self.ahead is not None and self.ahead.parts != count:
             self.ahead = None
         rows, past, fetch = step.rows, step.past, step.fetch
@@ -203,8 +200,7 @@ class Feeder:
         ]
 
     def _caught_up(self, step: StepFeed) -> Ahead | None:
-        """What the rows have been through, now that the last ones are brought up; None where they
-        have to be fed from the start."""
+        """What the rows have been through once the last are led, too; None: feed them whole."""
         ahead = self.ahead
         if ahead is None or not any(known := self._known(step)):
             return None
@@ -221,8 +217,7 @@ class Feeder:
         return tuple(name for name in fetch if any(name in fn.outputs for fn in functions))
 
     def run_parts(self, parts: Sequence[str], step: StepFeed, fetch: tuple[str, ...]) -> Outputs:
-        """These outputs of some of the step's parts, or of what stands in for them, whatever the
-        others have done."""
+        """These outputs of some of the step's parts, or of functions in their place."""
         if step.single:
             return self._run_single(tuple(parts), step, fetch)
         rows, past, width = step.rows, step.past, step.width or self._least(step)
@@ -238,8 +233,7 @@ class Feeder:
     def _run_single(
         self, parts: tuple[str, ...], step: StepFeed, fetch: tuple[str, ...]
     ) -> Outputs:
-        """The same of one token of each sequence. It touches little: after a model has run, that
-        is what costs."""
+        """The same of one token of each sequence, touching as little memory as possible."""
         memory = self.buffers(1, parts)
         tokens, positions, past = memory.tokens, memory.positions, memory.past
         for index, row in enumerate(step.rows):
@@ -266,9 +260,8 @@ class Feeder:
     def run_picking(
         self, step: StepFeed, column: Sequence[int], places: Sequence[Sequence[int]] = ()
     ) -> dict[str, torch.Tensor]:
-        """Run a step of committed tokens. places: their positions, where they do not follow one
-        another. Values a chosen token (dim S) have the one column `column[b]`; values a fed token
-        (dim T) have all."""
+        """Run a step of committed tokens. places: their positions, if not consecutive. Outputs of
+        chosen tokens (dim S) have the one column `column[b]`, those of fed tokens (dim T) all."""
         rows, past, width = step.rows, step.past, step.width
         self.make_room(max(past) + width)
         self.fold(past, list(map(len, rows)))
@@ -322,8 +315,7 @@ class Feeder:
     def _by_window(
         self, program: Program
     ) -> tuple[tuple[str, ...], tuple[str, ...], dict[tuple[str, Latest], tuple[str, ...]]]:
-        """The states with a row for every row of the text, with those of the last step, and with
-        a budget of their own."""
+        """The states with a row a token, those of the last step, and those with a budget."""
         read = [program.states_of(part) for part in self.parts]
         names = dict.fromkeys(name for some in read for name in some)
         kept, latest = program.plan.cache.held, program.plan.cache.latest

@@ -186,8 +186,7 @@ class Decoding:
             self.emitter.end()
 
     def room(self) -> int | None:
-        """Tokens that every sequence may grow by before the cache policy must have its turn; None:
-        any number, or all are done."""
+        """Tokens that all may grow by before the cache policy's turn; None: any, or all done."""
         rows = [text.rows for text in self.texts if not text.done]
         return self.cache.room(rows) if rows else None
 
@@ -262,8 +261,7 @@ class Round(ABC):
         """
 
     def least(self, *limits: int | None) -> int:
-        """The least of some numbers of steps, None being no limit; 1 where a streamer wants the
-        tokens of each step at once."""
+        """The least of some numbers of steps (None: no limit); 1 where there is a streamer."""
         known = [limit for limit in limits if limit is not None]
         return min(known) if self.decoding.emitter is None else min(1, *known)
 

@@ -47,8 +47,7 @@ class ChainedRound(Round):
         return steps
 
     def _steps(self, new: list[list[int]], live: list[int], most: int) -> int:
-        """Up to `most` steps, which there is room for; fewer where a text may end. How many; their
-        tokens go to `new`."""
+        """Up to `most` steps, until a text may end; their tokens go to `new`. How many."""
         decoding, drafter, feeder = self.decoding, self.drafter, self.decoding.feeder
         texts, eos = decoding.texts, decoding.stopping.eos
         vocabulary = decoding.program.info.vocab_size

@@ -62,8 +62,7 @@ class PlainRound(Round):
         return steps
 
     def _steps(self, new: list[list[int]], live: list[int], most: int) -> int:
-        """Up to `most` steps, which there is room for; fewer where a text may end. How many; their
-        tokens go to `new`."""
+        """Up to `most` steps, until a text may end; their tokens go to `new`. How many."""
         decoding, texts = self.decoding, self.decoding.texts
         eos, vocabulary = decoding.stopping.eos, decoding.program.info.vocab_size
         memory = decoding.feeder.buffers(1, self.parts)

@@ -106,9 +106,8 @@ class CommittedRows(Follower):
         self.features[index] = [features[: count - rows]] if self.shift and count > rows else []
 
     def catch_up(self, riders: Ids | None = None) -> dict[str, torch.Tensor]:
-        """Bring the cache up to the text; the outputs of each sequence's last row and of those of
-        riders i64[B,R], [B,1+R,...]: tokens that are fed behind it, whose rows (`ahead`) do not
-        count."""
+        """Bring the cache up to the text; outputs [B,1+R,...] of each sequence's last row and of
+        riders i64[B,R], tokens that are fed behind it and whose rows (`ahead`) do not count."""
         behind = 0 if riders is None else riders.shape[1]
         while self._pending(self.cache.widest - behind + 1):
             self._extend(1, silent=True)
@@ -201,8 +200,7 @@ class CommittedRows(Follower):
         return outputs
 
     def _features(self, counts: Sequence[int], width: int) -> torch.Tensor:
-        """The next features of each sequence as the function takes them, f[B,W,H] with W >= width;
-        they are then kept no longer."""
+        """Take out the next features of each sequence, f[B,W,H] with W >= width."""
         blank = self.cache.blank(len(counts), width, self.source)
         for index, (pieces, count) in enumerate(zip(self.features, counts, strict=True)):
             if count:

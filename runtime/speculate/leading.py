@@ -57,8 +57,7 @@ class Leader:
             self.ask = self.held(state)
 
     def follow(self, rows: Sequence[int]) -> Outputs:
-        """What the head says of the tokens that have entered last. rows: where they are in caches
-        of its own, if it has some."""
+        """The head's outputs for the tokens that entered last. rows: theirs in its own cache."""
         start = perf_counter()
         raw = self.ask()
         self.seconds += perf_counter() - start
@@ -72,8 +71,7 @@ class Leader:
 
 
 class CachedLeader(Leader):
-    """The same, asking a layer with a cache of its own, whose rows are made as tokens are asked
-    about."""
+    """The same, asking a layer with a cache of its own, which makes its rows then."""
 
     def held(self, state: torch.Tensor) -> HeldCall:
         batch = len(state)

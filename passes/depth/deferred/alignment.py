@@ -31,8 +31,7 @@ EDGE = 1e-4
 def threshold(
     confidences: Sequence[float], shared: Sequence[bool], posterior: float, start: float
 ) -> float:
-    """The threshold that predictions so far ask for; `start` while there are too few of a kind.
-    Where none is sure enough, the largest."""
+    """The threshold by the predictions so far: `start` if too few, the largest if none suffices."""
     given = torch.tensor(list(confidences), dtype=torch.float64).clamp(EDGE, 1 - EDGE)
     right = torch.tensor(list(shared), dtype=torch.bool)
     if min(int(right.sum()), int((~right).sum())) < LEAST:

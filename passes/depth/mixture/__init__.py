@@ -57,8 +57,7 @@ class MixtureDepth(DepthRecord):
 
 @DEPTHS.register(MixtureDepth)
 class MixturePolicy(DepthPolicy):
-    """Asks before each layer that has a router; a layer that all pass by makes its cache
-    rows alone."""
+    """Asks before each routed layer; a layer that all pass by makes its cache rows alone."""
 
     record: MixtureDepth
 

@@ -50,8 +50,7 @@ class AheadDraft(TwofoldDraft):
 
 @PROPOSERS.register(AheadDraft)
 class AheadProposer(ContinuedProposer):
-    """What follows a node of the last level is what its parent's call said two places on, so
-    siblings share it."""
+    """Siblings of the last level share what their parent's call predicted two places on."""
 
     record: AheadDraft
     state = "ahead"

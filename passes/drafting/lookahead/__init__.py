@@ -136,8 +136,7 @@ class _Window:
         return found
 
     def advance(self, said: list[int]) -> None:
-        """What the target said after each place's branch is the next row; of a window that is full
-        its n-grams are pooled."""
+        """What was said after each branch is the next row; n-grams of a full window are pooled."""
         if not self.full:
             self.rows = [row[1:] for row in [*self.rows, said]]
             return

@@ -88,8 +88,7 @@ class OneCallProposer(ByDepth, CachedProposer):
 
     @abstractmethod
     def riders(self) -> Ids:
-        """The tokens i64[B,R] behind each text; of these and the text's last row, the last as many
-        as there are levels say something."""
+        """The tokens i64[B,R] behind each text; the last `levels` rows make the predictions."""
 
     def level(self, count: int) -> Level:
         place, said = slice(self.place, self.place + 1), self.said
@@ -99,8 +98,7 @@ class OneCallProposer(ByDepth, CachedProposer):
 
 @PROPOSERS.register(ParallelDraft)
 class ParallelProposer(OneCallProposer):
-    """Feeds mask tokens. Level d's candidates are what was said after mask token d, the first what
-    was said after the text."""
+    """Feeds mask tokens: level d + 1 is said after mask token d, level 1 after the text."""
 
     record: ParallelDraft
 

@@ -43,8 +43,7 @@ WEIGHT = "s3d.masks"
 
 @builds(MaskedSkippingDraft, "prompts")
 class DraftS3d(TrainedPass):
-    """masks: mask tokens behind the last one; one token more is drafted. The rest: see
-    `TrainedPass` and the record."""
+    """masks: mask tokens; one token more is drafted. The rest: `TrainedPass` and the record."""
 
     masks: Levels = 3
 

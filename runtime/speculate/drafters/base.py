@@ -61,13 +61,11 @@ class ChainDrafter(Drafter):
 
     @abstractmethod
     def learn(self, index: int, new: Sequence[int], row: Sequence[int]) -> None:
-        """Sequence `index` has gained the tokens `new`. row: of the output that is wanted, of the
-        step that said so; anything if none is."""
+        """Sequence `index` has gained tokens `new`. row: its row of the wanted output, if any."""
 
     @abstractmethod
     def chain(self, index: int, room: int) -> list[int]:
-        """What may follow the sequence's text, at most `room` and `levels` tokens; [] if nothing is
-        known."""
+        """At most `room` and `levels` tokens that may follow the sequence's text; [] for none."""
 
     def propose(self, rooms: Sequence[int]) -> list[Draft]:
         chains = [self.chain(index, room) for index, room in enumerate(rooms)]

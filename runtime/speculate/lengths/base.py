@@ -52,8 +52,7 @@ class LengthPolicy:
         return 0
 
     def rested(self, steps: int, seconds: float) -> None:
-        """So many of them were made in so many seconds, one token each, and `observe` was not
-        told."""
+        """So many were made in so many seconds, one token each, without calls of `observe`."""
 
     def observe(self, taken: VerifiedStep, drafting: float, step: float) -> None:
         """After each step. drafting: seconds that the drafts took; step: the step and its check."""

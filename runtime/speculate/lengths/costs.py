@@ -38,8 +38,8 @@ class Costs:
         return self.counts[place] if there else 0
 
     def add(self, width: int, seconds: float, *, trusted: bool = False) -> float:
-        """A measurement; the seconds that count, which for an outlier are what was expected.
-        trusted: it is none."""
+        """Record one timing; returns its seconds, or the expected ones if it is an outlier.
+        trusted: skip the outlier test."""
         place = bisect_left(self.widths, width)
         before = self.one(width) if self.widths else seconds
         strange = not trusted and seconds > OUTLIER * before

@@ -24,8 +24,7 @@ from .hidden import HiddenProposer
 
 
 class _Path:
-    """How each of M nodes came about, S levels down: tokens i64[B,M,S], and the states [B,M,S,H]
-    that they were chosen from."""
+    """Paths to M nodes, S levels down: tokens i64[B,M,S], and their states [B,M,S,H]."""
 
     def __init__(self, batch: int) -> None:
         self.tokens = torch.empty(batch, 1, 0, dtype=torch.int64)
@@ -44,9 +43,8 @@ class _Path:
 
 @PROPOSERS.register(ContinuedDraft)
 class ContinuedProposer(Proposer):
-    """`first` for its levels, then `then`, once from each node of the last of them, with the states
-    that led there. state: the output f[B,M,H] of the first drafter's last call that `then` starts
-    from."""
+    """`first` for its levels, then `then` from each node of the last of them. state: the output
+    f[B,M,H] of the first drafter's last call that `then` starts from."""
 
     record: TwofoldDraft
     reads = True

@@ -25,8 +25,7 @@ class LayersProposer(Proposer):
         self.feeder, self.texts = setting.feeder, setting.texts
 
     def ends(self) -> tuple[list[int], list[int]]:
-        """The rows and the position at which the draft's next level begins, by text; 0 where one is
-        done."""
+        """Row and position at which the draft's next level begins, by text; 0 for done ones."""
         past = [0 if text.done else text.rows + self.below for text in self.texts]
         starts = [0 if text.done else text.position + self.below for text in self.texts]
         return past, starts

@@ -21,8 +21,7 @@ FETCH = ("logits",)
 
 
 class SkippingProposer(LayersProposer):
-    """kept: the segments that draft, by their places, as last chosen. count: how many are left out.
-    since: steps since `chosen` was asked."""
+    """kept: places of the segments that draft. count: how many are left out. since: steps since."""
 
     record: SkippingDraft
 
@@ -72,8 +71,8 @@ class SkippingProposer(LayersProposer):
 
     @contextmanager
     def borrowed(self, counts: Mapping[int, int]) -> Iterator[list[int]]:
-        """Rows that may be overwritten, and are put back: the last `counts[b]` of some sequences.
-        Where they begin in each; 0 in the others."""
+        """Let the last `counts[b]` rows of some sequences be overwritten, then restore them. Where
+        they begin in each; 0 in the others."""
         texts, executable = self.texts, self.executable
         past = [text.rows - counts[b] if b in counts else 0 for b, text in enumerate(texts)]
         before = {

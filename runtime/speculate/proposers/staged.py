@@ -87,8 +87,7 @@ class _Place(NamedTuple):
 
 @PROPOSERS.register(StagedDraft)
 class StagedProposer(Proposer):
-    """See the module docstring. steps: times that the model ran for drafts. used: guesses that
-    saved a step."""
+    """steps: times that the model ran for drafts. used: guesses that saved a step."""
 
     record: StagedDraft
     reads = True
