@@ -91,8 +91,7 @@ def edits(decoding: Decoding) -> list[Edit]:
 
 
 def put_together(executable: Executable, edit: Edit, feed: Callable[[Request], Stats]) -> Stats:
-    """Leave a conversation that ends with the edit's last run; what that cost. feed: runs a request
-    of one text, of which rows lie in the buffers then."""
+    """Leave a conversation that ends with the edit's last run; its cost. feed: runs a request."""
     program, stats = executable.program, Stats()
     record = program.plan.cache
     assert isinstance(record, KeepEdited)

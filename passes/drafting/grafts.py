@@ -321,8 +321,7 @@ def _copied(
 
 
 def _completed(node: torch.fx.Node) -> torch.fx.Node:
-    """What a look-up gives in the model's dtype, which one in few bits gives as float32, and of the
-    whole table, of which one process may hold a part."""
+    """A look-up's value in the model's dtype, of the whole table if processes share it."""
     (user, *others) = node.users
     wholes = A._to_copy.default, G.rows_part.default, G.all_reduce.default
     more = user.target in wholes and not others

@@ -50,9 +50,8 @@ def guest_of(program: Program, model: str, owner: str, name: str) -> Program:
 
 
 def _of_vocabulary(guest: Program, size: int) -> Program:
-    """The guest with logits for so many tokens. Models of one family pad the same vocabulary to
-    different sizes: logits beyond the program's are cut, and tokens that the guest does not know
-    get the least there are and are read as its last one."""
+    """The guest with logits for `size` tokens; models of one family pad vocabularies differently.
+    More are cut; tokens unknown to it get the least logits and are read as its last token."""
     known = guest.info.vocab_size
     if known == size:
         return guest

@@ -51,8 +51,7 @@ class CachePolicy:
         return count if count == fed else 0
 
     def settle(self, texts: Sequence[Text]) -> None:
-        """Its turn, before each step and each piece of a prompt: drop rows where the time has come,
-        and set `rows` and `position` of the texts accordingly."""
+        """Before each step and piece of a prompt: drop due rows, and update the texts' places."""
 
 
 CACHES: Registry[CachePolicy] = Registry(__package__)

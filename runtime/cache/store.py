@@ -17,8 +17,7 @@ class StorePolicy(BlockPolicy):
         return rows % self.block == 0 and rows >= self.record.most_latest
 
     def back_to(self, fed: int, count: int) -> int:
-        """See `CachePolicy.back_to`: the rows since the last place where some got codes are as they
-        were then, and at that place some may have got theirs or not."""
+        """To after the last place where rows got codes; at that place some may lack theirs."""
         if fed < self.record.most_latest:
             return count
         return count if count > fed - fed % self.block else 0

@@ -84,8 +84,7 @@ def shared_out(
     inputs: Mapping[str, torch.Tensor],
     fetch: tuple[str, ...],
 ) -> Iterator[tuple[str, dict[str, torch.Tensor], tuple[str, ...]]]:
-    """Of each function what it is fed and what is fetched of it; those of which nothing is wanted,
-    and that leave no state behind, are left out."""
+    """What each function is fed and what is fetched of it, but for those that yield nothing."""
     program, alone = executable.program, len(functions) == 1
     for name in functions:
         fn = program.function(name)

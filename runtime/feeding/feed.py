@@ -151,8 +151,7 @@ class Feeder:
         return min(reversed(each), key=costs.__getitem__)
 
     def width(self, need: int, past: int) -> int:
-        """Width of a decode step that wants `need` columns after `past` rows: the smallest that
-        holds them, else the largest there is, and drafts are cut."""
+        """Least width that holds `need` columns after `past` rows, else the largest there is."""
         found = self.widths.holding(need)
         return found if found in self.widths.each else min(found, self.executable.limit - past)
 

@@ -49,8 +49,8 @@ def written(buffer: torch.Tensor, values: torch.Tensor) -> None:
 def joined(
     before: torch.Tensor | None, values: torch.Tensor, known: Sequence[int], sizes: Sequence[int]
 ) -> torch.Tensor:
-    """Of each sequence b the first `known[b]` rows of `before` [B,M,...], and behind them those of
-    [B,N,...], `sizes[b]` in all: a copy, zeros behind them."""
+    """A copy: the first `known[b]` rows of `before` [B,M,...], then those of [B,N,...] up to
+    `sizes[b]` in all, then zeros."""
     result = values.new_zeros(values.shape[0], max(sizes), *values.shape[2:])
     for index, (count, size) in enumerate(zip(known, sizes, strict=True)):
         if before is not None and count:

@@ -266,8 +266,7 @@ class Round(ABC):
         return min(known) if self.decoding.emitter is None else min(1, *known)
 
     def commit(self, new: list[list[int]], live: Sequence[int]) -> None:
-        """Append to each text of `live` what several steps gained, up to its end. new: by sequence,
-        those tokens; it becomes what was appended."""
+        """Append what steps gained to each text of `live`; `new` becomes what was appended."""
         decoding = self.decoding
         for index in live:
             gained = new[index]

@@ -49,8 +49,7 @@ class GeneralRound(Round):
         ]
 
     def step(self, drafts: Sequence[Draft]) -> VerifiedStep:
-        """Feed each sequence's last token and its draft, and verify; finished sequences get
-        filler. A draft for which there is no width is cut."""
+        """Feed last tokens and drafts, and verify. Drafts wider than any step are cut."""
         decoding, texts = self.decoding, self.decoding.texts
         past = [0 if text.done else text.rows for text in texts]
         starts = [0 if text.done else text.position for text in texts]

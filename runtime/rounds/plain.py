@@ -99,8 +99,7 @@ class PlainRound(Round):
 
 
 class RestingRound(PlainRound):
-    """Steps for which the length policy wants no drafts. The drafter is told of them afterwards,
-    some at a time: each would else touch what only a draft needs."""
+    """Steps for which the length policy wants no drafts; the drafter is told of them in batches."""
 
     def __init__(self, decoding: Decoding) -> None:
         super().__init__(decoding)

@@ -59,8 +59,8 @@ class ShallowRound(Round):
         return steps
 
     def _steps(self, new: list[list[int]], live: list[int], most: int) -> int:
-        """Up to `most` steps, which there is room for; fewer where a text may end or the length
-        policy wants a rest. How many; their tokens go to `new`."""
+        """Up to `most` steps, until a text may end or the length policy wants a rest; their tokens
+        go to `new`. How many."""
         decoding, feeder, length = self.decoding, self.decoding.feeder, self.length
         texts, eos, fetch = decoding.texts, decoding.stopping.eos, FETCH
         vocabulary, committed = decoding.program.info.vocab_size, self.proposer.committed
@@ -122,8 +122,7 @@ class ShallowRound(Round):
     def _drafted(
         self, last: Sequence[int], past: Sequence[int], starts: Sequence[int], counts: list[int]
     ) -> list[list[int]]:
-        """A chain for each sequence; `counts` become how much of it is wanted. All its tokens, and
-        the text's last one, have been through the first parts."""
+        """A chain for each sequence, led through the first parts; cuts `counts` as wanted."""
         leader, levels = self.leader, min(max(counts), self.levels)
         chains: list[list[int]] = [[] for _ in last]
         tokens, level = last, 0

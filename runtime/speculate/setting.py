@@ -13,8 +13,7 @@ from .lengths.base import LengthPolicy
 
 
 class Setting(NamedTuple):
-    """One generation. length: asked while a draft grows how deep it should. feeder, texts: of the
-    target, for those who draft with its own layers."""
+    """One generation. length: bounds growing drafts. feeder, texts: of the target."""
 
     executable: Executable
     options: GenerationOptions

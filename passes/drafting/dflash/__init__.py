@@ -40,8 +40,7 @@ class BlockDraft(OneCallDraft):
 
 @PROPOSERS.register(BlockDraft)
 class BlockProposer(OneCallProposer):
-    """Feeds the text's last token, whose features the target has yet to make, and mask tokens.
-    Level d's candidates are what was said of mask token d."""
+    """Feeds the text's last token and mask tokens; level d is what was said of mask token d."""
 
     record: BlockDraft
     mutual = True

@@ -148,8 +148,8 @@ class DraftDflash(DraftPass):
 
 
 def spread(have: list[int], count: int) -> tuple[int, ...]:
-    """So many of the layers' numbers, evenly from the second to the third last, or as many as
-    differ; the middle one for one; of three or fewer layers, all."""
+    """`count` layers, evenly from the second to the third last; the middle one for one; of three
+    or fewer layers, all."""
     last = len(have) - 3
     if last < 1:
         return tuple(have)

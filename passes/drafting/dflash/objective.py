@@ -62,9 +62,8 @@ def anchors(tokens: torch.Tensor, levels: int, share: float) -> torch.Tensor:
 
 
 def seen(width: int, starts: torch.Tensor, size: int, *, causal: bool = False) -> torch.Tensor:
-    """bool[W+A*N,W+A*N], which columns each column sees: those of the text what precedes them, and
-    those of a block the text before its start and the whole block. causal: of the block, what
-    precedes them."""
+    """bool[W+A*N,W+A*N], which columns each column sees: of the text, what precedes it; of a block,
+    the text before its start and the whole block, or what precedes it there if causal."""
     block = torch.ones(size, size).tril() if causal else torch.ones(size, size)
     text = torch.ones(width, width, dtype=torch.bool).tril()
     before = torch.arange(width) < starts.repeat_interleave(size)[:, None]

@@ -58,8 +58,7 @@ def places_loss(
 
 
 def _places(tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """Where prompt tokens stand, i64[G] ascending: one token in `count`, so that the window doubles
-    at most; chosen by the tokens, so that training repeats itself."""
+    """i64[G] ascending: places of prompt tokens, one in `count`, drawn with the tokens as seed."""
     last = tokens.shape[1] - count
     generator = torch.Generator().manual_seed(int(tokens.sum()))
     order = torch.randperm(last, generator=generator)

@@ -67,8 +67,7 @@ class Knowledge:
             self.hits[list(path)] += 1
 
     def plain_step(self, width: int) -> float:
-        """Seconds of a step without a draft, which has this width. Those of a rest may take less:
-        they need not be made in the parts that drafts are made of."""
+        """Seconds of a step of this width without a draft; steps of a rest may take less."""
         step = self.costs.one(width)
         return min(step, self.resting.one(1)) if self.resting.widths else step
 

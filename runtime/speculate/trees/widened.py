@@ -22,8 +22,7 @@ from .drawn import grown
 
 @TREES.register(WidenedChain)
 class WidenedChainPolicy(TreePolicy):
-    """Only the chain is predicted further, so siblings cost the drafter nothing. Under sampling
-    they are sampled, too, without replacement (see `drawn`)."""
+    """Only the chain is predicted further: siblings cost the drafter nothing (see `drawn`)."""
 
     record: WidenedChain
 

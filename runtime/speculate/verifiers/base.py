@@ -15,8 +15,7 @@ GREEDY, SAMPLING = "greedy", "sampling"
 
 
 class Verdict(NamedTuple):
-    """What a sequence gains. path: the accepted draft nodes, from the root down. tokens: theirs,
-    and one token more that is the target's own."""
+    """path: accepted draft nodes from the root down. tokens: theirs, and one of the target's."""
 
     path: Sequence[int]
     tokens: list[int]
