@@ -52,8 +52,7 @@ class ContinuedDraft(TwofoldDraft):
     between what the head reads of it and the step's output `near`, which the target's own head
     reads; levels of `first` weigh decay^level, and those of `then` as much as that one says, times
     `later`. What a head reads is the ``feature`` that a function returns, ``hidden`` where there is
-    none. noise: whether the states that go in get some (EAGLE). trained: whether the weights of
-    both know anything.
+    none. noise: whether the states that go in get some (EAGLE).
     """
 
     token: Factor = 1.0

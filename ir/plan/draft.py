@@ -184,8 +184,7 @@ class HeadsDraft(LearningDraft):
 
     function: takes ``hidden`` [B,T,H]; returns ``draft_logits`` [B,T,levels,V] and the best
     ``draft_tokens`` and ``draft_scores`` (log probabilities) [B,T,levels,K]. levels: places
-    predicted. decay: in training, the weight of level d's loss is decay^d. trained: whether the
-    weights know anything.
+    predicted. decay: in training, the weight of level d's loss is decay^d.
     """
 
     function: Filled[str] = "heads"

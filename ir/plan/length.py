@@ -78,8 +78,7 @@ class AcceptanceLength(LengthRecord):
 
     function: takes ``hidden`` [B,T,H] and returns ``accepted`` [B,T,levels], for each level the log
     odds that the target accepts the draft's token there, those before it being accepted. output:
-    the step's output that it takes, of the token that the draft continues. trained: whether the
-    head knows anything.
+    the step's output that it takes, of the token that the draft continues.
     """
 
     function: Filled[str] = "acceptance"

@@ -122,7 +122,7 @@ class Judge(VerifyRecord):
 
     function: takes ``hidden`` [B,T,H] and returns ``judged`` [B,T,1], the log odds that each token
     is acceptable. output: the step's output that it takes. threshold: how probable that must be; at
-    1 nothing is kept that is not the target's own. trained: whether the head knows anything.
+    1 nothing is kept that is not the target's own.
     """
 
     function: Filled[str] = "judge"

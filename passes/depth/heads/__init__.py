@@ -23,9 +23,8 @@ class HeadsDepth(ConfidentDepth):
     """Leave at the first exit whose own trained head is sure (self-supervised early exits).
 
     heads: for each segment but the last, what makes logits of the state there, in the place of the
-    target's own head. outputs: of the step, the states that they are trained on. trained: whether
-    they know more than the target's own head does. Source: Valade, "Accelerating Large Language
-    Model Inference with Self-Supervised Early Exits" (2024).
+    target's own head. outputs: of the step, the states that they are trained on. Source: Valade,
+    "Accelerating Large Language Model Inference with Self-Supervised Early Exits" (2024).
     """
 
     heads: Filled[tuple[str, ...]] = ("step.0.exit",)

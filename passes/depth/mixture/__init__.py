@@ -26,9 +26,9 @@ class MixtureDepth(DepthRecord):
     passes by with. routers: for each the segment before it. routed: places of those layers among
     the step's segments, which are a layer each. shares: of the tokens of a window that run through
     each, in training. threshold: of the score, above which a token does. score: what routers
-    return, the probability that the token is among those, [B,T]. trained: whether they know more.
-    Prompts run through all layers, and a batch runs through a layer if one of its tokens does.
-    Sources: Raposo et al., "Mixture-of-Depths" (2024); Zhang et al., "p-MoD" (2024).
+    return, the probability that the token is among those, [B,T]. Prompts run through all layers,
+    and a batch runs through a layer if one of its tokens does. Sources: Raposo et al.,
+    "Mixture-of-Depths" (2024); Zhang et al., "p-MoD" (2024).
     """
 
     functions: Filled[tuple[str, ...]] = ("step.1.fill",)

@@ -24,8 +24,7 @@ class ExitDraft(LearningDraft):
     exit: how many layers; the step is cut after them. output: what the step returns of their state,
     [B,T,H]. function: takes it as ``hidden``; returns ``draft_logits`` [B,T,V], ``draft_tokens``,
     ``draft_scores`` [B,T,K]. Verification takes the drafted tokens up where the draft has left
-    them, and runs the remaining layers only. levels: tokens drafted at most. trained: whether the
-    head knows anything.
+    them, and runs the remaining layers only. levels: tokens drafted at most.
     """
 
     function: Filled[str] = "exit_head"

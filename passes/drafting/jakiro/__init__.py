@@ -26,8 +26,7 @@ class AheadDraft(TwofoldDraft):
     first: its function also returns ``ahead`` [B,T,H], the state that a token two places on is
     predicted from. then: a `HeadsDraft` of one level, whose function takes the ``ahead`` that the
     call made for a node's parent. later: in training, the weight of what `then` predicts. noise:
-    whether the features that go in get some in training. trained: whether the weights of both know
-    anything.
+    whether the features that go in get some in training.
     """
 
     then: Filled[DraftRecord] = field(default_factory=partial(HeadsDraft, levels=1))

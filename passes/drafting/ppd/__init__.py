@@ -35,8 +35,7 @@ class PromptDraft(LearningDraft):
     and ``draft_scores`` (log probabilities) [B,S,K] after every token. weight: f[prompts,H], their
     trained embeddings. prompts: in a row behind a node, and so the places that are predicted.
     after: nodes that get some, the root counted: those where verification will likeliest end.
-    decay: in training, the weight of level d's loss is decay^d. trained: whether the weights know
-    anything.
+    decay: in training, the weight of level d's loss is decay^d.
     """
 
     weight: Filled[str] = "ppd.prompts"

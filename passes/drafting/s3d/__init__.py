@@ -29,7 +29,7 @@ class MaskedSkippingDraft(LearningDraft):
     vocabulary + 0, 1, ... for mask tokens; a draft is one call, on the last token and all of them,
     and verification writes its rows anew. weight: f[prompts,H], their trained embeddings. prompts:
     how many; one token more is drafted. decay: in training, the weight of level d's loss is
-    decay^d. trained: whether the weights know anything.
+    decay^d.
     """
 
     functions: Filled[tuple[str, ...]] = ("step.0", "step.2", "step.head")
