@@ -16,9 +16,8 @@ from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.draft_clover import DraftClover
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
-from graftwork.passes.drafting.fingerprint import fingerprint
 from graftwork.passes.drafting.ppd.graph import DraftPpd
-from graftwork.passes.drafting.trained import trained_on
+from graftwork.passes.drafting.trained import fingerprint, trained_on
 from graftwork.passes.drafting.verify_judge import VerifyJudge
 from graftwork.passes.engine import base
 from graftwork.passes.engine.manager import Step, arrange, run_passes, weakest

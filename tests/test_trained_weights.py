@@ -27,7 +27,7 @@ from graftwork.passes.drafting.draft_hydra import DraftHydra
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.drafting.draft_mlp_speculator import DraftMlpSpeculator
 from graftwork.passes.drafting.draft_model import DraftModel
-from graftwork.passes.drafting.fingerprint import fingerprint
+from graftwork.passes.drafting.trained import fingerprint
 from graftwork.passes.engine.base import Pass, all_passes
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.add_argmax import AddArgmax

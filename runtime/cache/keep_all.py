@@ -1,8 +1,9 @@
-"""Every row for good."""
+"""Every row for good, also behind an edit of a text (see `edits`)."""
 
 from __future__ import annotations
 
-from ...ir.plan import KeepAll
+from ...ir.execution.executable import Executable
+from ...ir.plan import KeepAll, KeepEdited
 from .base import CACHES, CachePolicy
 
 
@@ -12,3 +13,14 @@ class KeepAllPolicy(CachePolicy):
 
     def back_to(self, fed: int, count: int) -> int:
         return count
+
+
+@CACHES.register(KeepEdited)
+class KeepEditedPolicy(KeepAllPolicy):
+    """The states grow with the text."""
+
+    record: KeepEdited
+
+    def __init__(self, record: KeepEdited, executable: Executable) -> None:
+        super().__init__(record, executable)
+        self.least = record.least
