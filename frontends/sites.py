@@ -30,7 +30,7 @@ def strip_root(path: str, root: str) -> str:
 @lru_cache(maxsize=4096)
 def layer_of(module: str) -> int | None:
     """The first index in a module path: ``model.layers.3.mlp`` is in layer 3."""
-    indices = [int(part) for part in module.split(".") if part.isdigit()]
+    indices = [int(part) for part in module.split(".") if part.isdecimal()]
     return indices[0] if indices else None
 
 

@@ -22,7 +22,7 @@ from selection import one_in
 from tiny import cached_llama, tiny_llama
 
 from graftwork.backends import Target
-from graftwork.backends.onnxruntime.chains_in_graph import CHAINS, Stepped
+from graftwork.backends.onnxruntime.chains_in_graph import Stepped, chain_of
 from graftwork.backends.onnxruntime.emit import IR_VERSION, OPSETS
 from graftwork.backends.onnxruntime.generation import generation
 from graftwork.backends.onnxruntime.graph_builder import I64, GraphBuilder
@@ -230,7 +230,9 @@ def test_copied_drafts_are_the_drafters(shortest: int) -> None:
     text, program = g.input("text", I64, ["length"]), cached_llama()
     functions = Functions(program, contrib=True, concatenates=True)
     step = Stepped(text, None, text, text, {}, functions, lambda *_: {})
-    chain, _ = CHAINS[SuffixDraft](g, record, program, step)
+    found = chain_of(record)
+    assert found is not None
+    chain, _ = found.draft(g, record, step)
     g.output("chain", chain, I64, ["drafted"])
     model = oir.to_proto(oir.Model(g.graph, ir_version=IR_VERSION)).SerializeToString()
     session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])

@@ -123,6 +123,12 @@ def test_damaged_generation_config(tmp_path: Path) -> None:
         import_model(tmp_path)
 
 
+def test_names_with_digits_that_are_no_numbers(tmp_path: Path) -> None:
+    file = saved("llama-tied-yarn", tmp_path) / "model.safetensors"
+    save_file({**load_file(file), "extra.².weight": torch.zeros(1)}, file)
+    assert import_model(tmp_path).info.model_type == "llama"
+
+
 def test_missing_tensor(tmp_path: Path) -> None:
     """A tensor that the architecture needs and the file lacks."""
     path = saved("llama", tmp_path) / "model.safetensors"

@@ -2,8 +2,8 @@
 
 The folder of a method (passes/drafting/NAME, passes/depth/NAME) stands above those: what a plan and
 the runtime look for, its record and class, sees ir, runtime and other methods' records and classes;
-``graph.py``, its pass, sees what passes see; ``objective.py`` sees training, too. No other file of
-these rooms imports an objective.
+``graph.py``, its pass, sees what passes see; ``objective.py`` sees training, too, and ``loop.py``
+backends. No other file of these rooms imports an objective or a loop.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ def allowed(path: Path) -> set[str]:
     kind = method[2] if method else ""
     if kind == "objective":
         return {"passes", "ir", "training"}
+    if kind == "loop":
+        return {"backends", "ir", "a method"}
     light = method and kind != "graph"
     return {"runtime", "ir", "a method"} if light else ALLOWED[path.relative_to(ROOT).parts[0]]
 
@@ -72,7 +74,7 @@ def room(name: str) -> str:
     _, room, *inner = [*name.split("."), ""]
     if room != "passes":
         return room
-    if "objective" in inner:
+    if set(inner) & {"objective", "loop"}:
         return "an objective"
     folder = len(inner) > 2 and (ROOT / "passes" / inner[0] / inner[1]).is_dir()
     return "a method" if folder and inner[2] != "graph" else "passes"

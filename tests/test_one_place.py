@@ -15,16 +15,18 @@ from typing import Any
 
 import pytest
 import torch
+from test_export_loop import asked, expected, opened, texts
 from test_installed import forget, install
 from test_training import TEXT
 from tiny import PROMPTS, tiny_llama
 
 import graftwork as gw
 from graftwork.backends import compile
+from graftwork.backends.onnxruntime.chains_in_graph import CHAINS
 from graftwork.backends.target import Target
 from graftwork.ir import InputError
 from graftwork.ir.plan import RECORDS
-from graftwork.ir.support.discovery import OBJECTIVE, import_all, import_methods
+from graftwork.ir.support.discovery import LOOP, OBJECTIVE, import_all, import_methods
 from graftwork.model import Model
 from graftwork.passes import all_passes
 from graftwork.passes.engine import base as pass_base
@@ -120,6 +122,20 @@ passes: [draft_echo: {levels: 3}, accept_trees, tree_chain: {depth: 3}]
 """,
 }
 
+ECHO_LOOP = """
+from graftwork.backends.onnxruntime.chains_in_graph import chain
+
+from . import EchoDraft
+
+
+@chain(EchoDraft)
+def echoed(g, record, step):
+    hidden = g.op("Gather", step.values["hidden"], g.vector(step.column), axis=1)
+    made = step.functions.call(g, record.function, {"hidden": hidden})["draft_tokens"]
+    best = g.op("Gather", g.op("Reshape", made, g.const([-1])), g.const([0]))
+    return g.op("Expand", best, g.const([record.levels])), step.values
+"""
+
 DEPTH = {
     "alternate/__init__.py": '''
 """Some tokens run through the first layers alone."""
@@ -197,8 +213,9 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a package declares is gone after a test."""
     all_passes()
     import_methods(OBJECTIVE)
+    import_methods(LOOP)
     import_all("graftwork.training.objectives")
-    tables: list[dict[Any, Any]] = [RECORDS, pass_base._PASSES, OBJECTIVES]
+    tables: list[dict[Any, Any]] = [RECORDS, pass_base._PASSES, OBJECTIVES, CHAINS]
     for registry in (PROPOSERS, DEPTHS):
         import_all(registry.package)
         tables.append(registry.classes)
@@ -269,6 +286,14 @@ def test_a_drafter_with_an_objective_is_four_files(
     )
     assert told.returncode == 0, told.stderr
     assert told.stdout.splitlines()[-1] == "[]"  # what is only for passes and training stays out
+
+
+def test_a_loop_is_a_file_of_the_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    brought(tmp_path, monkeypatch, "echo_loops", {**DRAFTER, "echo/loop.py": ECHO_LOOP})
+    model = optimized("echo")
+    session = opened(model.export_onnx_loop(tmp_path / "out"))
+    feeds = asked(PROMPTS[:2], 10, [])
+    assert texts(session, feeds) == [expected(model, prompt, 10, []) for prompt in PROMPTS[:2]]
 
 
 def test_a_depth_policy_is_three_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from graftwork.ir import (
     ops,
     verify,
 )
-from graftwork.ir.ops import OpDef, Sample, all_ops, op_of
+from graftwork.ir.ops import Native, OpDef, Sample, all_ops, op_of
 from graftwork.ir.ops.stages import find_op, is_core
 from graftwork.ir.text.expressions import Expression
 from graftwork.ir.text.lexer import Cursor, Source
@@ -201,6 +201,25 @@ def test_a_declaration_that_cannot_be_read_is_refused(text: str, said: str) -> N
 
     with pytest.raises(InputError, match=said):
         ops.op(text, samples=lambda: iter(()))(meaning)
+
+
+@pytest.mark.parametrize(
+    ("native", "said"),
+    [
+        (Native("BTK"), r"told the sizes 'BTK', got 'K': expected each letter once, of BT,"),
+        (Native("BTB"), "got 'B': expected each letter once"),
+        (Native("BN"), "got 'N'"),  # of an operand that may be None
+        (Native("BT", cast="z"), "casts 'z'; expected operands, of x, y"),
+    ],
+)
+def test_what_a_kernel_is_told_must_be_known(native: Native, said: str) -> None:
+    """It trusts what it gets: a wrong letter would be a wrong size."""
+
+    def meaning(x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        return x.clone()
+
+    with pytest.raises(InputError, match=said):
+        ops.op("x: BT, y: BN -> x", samples=lambda: iter(()), native=native)(meaning)
 
 
 def test_a_new_op_is_one_block() -> None:

@@ -32,7 +32,7 @@ from ...ir import LOG, Program, UnsupportedError
 from ...ir.plan import DecodePlan, Whole
 from .attention import SEQLENS, TOTAL
 from .chains_in_graph import CHAINS, Stepped
-from .depths_in_graph import called, carried, run_step
+from .depths_in_graph import DEPTHS, called, run_step
 from .emit import DTYPES, IR_VERSION, OPSETS, Emitted
 from .graph_builder import BOOL, I64, GraphBuilder
 from .loop_limits import check_loop
@@ -93,12 +93,13 @@ class _Generation:
         self.rules = Rules(program.info.defaults, program.info.vocab_size)
         scored = sample or self.rules.forbid or "argmax" not in head.outputs
         best = "logits" if scored else "argmax"
-        score = getattr(program.plan.depth, "score", "")
-        wanted = {best, "hidden", "drafted", score}  # of what drafts read, all but exits' states
-        self.steps = Steps(self.functions, frozenset(wanted - {""}))
+        depth = program.plan.depth
+        scores = [name for _, made in depth.calls(program.plan) for name in made]
+        wanted = {best, "hidden", "drafted", *scores}  # of what drafts read, all but exits' states
+        self.steps = Steps(self.functions, frozenset(wanted))
         fns = [self.functions.of(name) for name in names]
         self.states = [n for n in program.states if any(n in fn.outputs for fn in fns)]
-        self.numbers = carried(program)
+        self.numbers = DEPTHS[type(depth)].carries
         self.spare = program.plan.step.fed(argmax=True)[1]
         opsets = OPSETS if contrib else {"": OPSETS[""]}
         self.g = GraphBuilder("generate", opsets)
@@ -436,7 +437,7 @@ class _Generation:
         stepped = Stepped(grown, source, column, room, values, self.functions, self.given)
         record = self.program.plan.draft
         with g.within("draft"):
-            chain, values = CHAINS[type(record)](g, record, self.program, stepped)
+            chain, values = CHAINS[type(record)].draft(g, record, stepped)
         goes = g.op("And", g.op("Not", ended), g.op("Less", size, limit))
         g.output("goes", goes, BOOL, [])
         g.output("text_next", grown, I64, None)

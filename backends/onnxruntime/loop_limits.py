@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from ...ir import Program, UnsupportedError
-from ...ir.plan import DecodePlan, NoDraft
-from ...passes.drafting.suffix import SuffixDraft
-from .chains_in_graph import CHAINS
-from .depths_in_graph import DEPTHS
+from ...ir.plan import DecodePlan
+from .chains_in_graph import chain_of
+from .depths_in_graph import depth_of
 from .portable import refuse_ahead
 
 G = torch.ops.graftwork
@@ -18,16 +17,16 @@ def strange_to_loops(plan: DecodePlan) -> list[str]:
     """The slots of a plan whose records one loop has no form for."""
     default = DecodePlan()
     known = {
-        "draft": type(plan.draft) in CHAINS,
+        "draft": chain_of(plan.draft) is not None,
         "tree": plan.tree.chain,
         "verify": plan.verify == default.verify,
-        "depth": type(plan.depth) in DEPTHS,
+        "depth": depth_of(plan.depth) is not None,
         "cache": plan.cache == default.cache,
     }
     # Nobody draws a tree where nothing drafts.
     strange = [s for s, fits in known.items() if not fits and (s != "tree" or plan.speculates)]
-    if plan.depth.stops and type(plan.draft) not in (NoDraft, SuffixDraft):
-        strange += ["depth"]  # what other drafts read, a token may not have come to
+    if plan.depth.stops and (plan.draft.reads or plan.draft.in_step):
+        strange += ["depth"]  # what they read, a token may not have come to
     return strange
 
 

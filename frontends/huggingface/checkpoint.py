@@ -387,5 +387,5 @@ def _joined(recipe: _Recipe, name: str, expected: TensorType) -> Weight | None:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort key that puts expert 10 behind expert 9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+    """Sort key that puts expert 10 behind expert 9. ("²" is a digit, and no number.)"""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]

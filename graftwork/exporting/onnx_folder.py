@@ -20,12 +20,12 @@ from typing import Any
 import onnx_ir as oir
 
 from ..artifact.destinations import MARKS
+from ..backends.onnxruntime.chains_in_graph import chain_of
 from ..backends.onnxruntime.emit import OPSETS, emit
 from ..backends.onnxruntime.portable import Layer, Portable, portable
 from ..backends.onnxruntime.store import WeightFile, store
 from ..ir import InputError, ModelInfo, Program, UnsupportedError
 from ..ir.plan import NoDraft
-from ..passes.drafting.suffix import SuffixDraft
 from ..runtime.asking.options import SAMPLING
 from .folder import (
     CARD,
@@ -40,9 +40,6 @@ from .folder import (
 
 MODEL, DATA, CONFIG = MARKS["onnx"], "model.onnx.data", "genai_config.json"
 LEAST_OPSET = 23
-
-MOST_DRAFTED, LONGEST_MATCH = 16, 16
-"""Maximum draft length and match length of onnxruntime-genai."""
 
 # Conventional names of symbols in decode graphs.
 _DIMS = {
@@ -112,8 +109,9 @@ def export_genai(program: Program, folder: Path, *, plain: bool = False) -> Path
     """
     refuse_other_states(program)
     draft, copying = program.plan.draft, {}
-    if type(draft) is SuffixDraft and not plain:
-        copying = _copying(draft)
+    known = chain_of(draft)
+    if known is not None and known.genai is not None and not plain:
+        copying = known.genai(draft)
         program = program.replace(plan=replace(program.plan, draft=NoDraft()))
     graph = portable(program, plain=plain)
     config = genai_config(program, graph) | copying
@@ -121,12 +119,6 @@ def export_genai(program: Program, folder: Path, *, plain: bool = False) -> Path
     files = {**_FILES, CONFIG: "what onnxruntime-genai reads first"}
     card = Card("folder for onnxruntime-genai", files, usage)
     return _write(program, graph, folder, {CONFIG: config}, card)
-
-
-def _copying(draft: SuffixDraft) -> dict[str, Any]:
-    """The closest settings of genai_config.json."""
-    tokens, match = min(draft.tokens, MOST_DRAFTED), min(max(draft.shortest, 2), LONGEST_MATCH)
-    return {"speculative": {"max_draft_tokens": tokens, "ngram_size": match}}
 
 
 def genai_config(program: Program, graph: Portable) -> dict[str, Any]:

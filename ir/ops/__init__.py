@@ -16,7 +16,8 @@ import torch
 import torch.fx
 
 from ..support.discovery import import_all
-from .declared import Also, Declared, declare
+from ..support.errors import InputError
+from .declared import Also, Declared, declare, parts
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments and keyword arguments of one call, with small concrete tensors."""
@@ -109,6 +110,8 @@ def op(
     def register(meaning: Callable[..., Any]) -> Callable[..., Any]:
         name = meaning.__name__
         declared = declare(operands, meaning, also)
+        if native is not None:
+            _check_native(name, native, declared)
         checked = functools.wraps(meaning)(declared.checked)
 
         def fake(*arguments: Any, **options: Any) -> Any:
@@ -125,6 +128,28 @@ def op(
         return checked
 
     return register
+
+
+def _check_native(op: str, native: Native, declared: Declared) -> None:
+    """Kernels get bare addresses and numbers, and check none of them. Errors: `InputError` for
+    sizes that are not one letter each of the declaration, and for a cast of what is no operand."""
+    named = [parts(item) for item in declared.items if ": " in item]
+    axes = [axes for name, _, axes in named if name in declared.required]
+    axes += [parts(result)[2] for result in declared.results]
+    axes += [item[0] for item in declared.items if " = " in item]
+    known = {letter for letter in "".join(axes) if letter.isupper()}
+    wrong = [letter for letter in native.sizes if letter not in known]
+    wrong += [letter for letter in native.sizes if native.sizes.count(letter) > 1]
+    if wrong:
+        raise InputError(
+            f"{op}: its native kernel is told the sizes {native.sizes!r}, got {wrong[0]!r}: "
+            f"expected each letter once, of {''.join(sorted(known))}, which are always known"
+        )
+    if strange := [name for name in native.cast.split() if name not in declared.names]:
+        raise InputError(
+            f"{op}: its native kernel casts {strange[0]!r}; expected operands, of "
+            f"{', '.join(declared.names)}"
+        )
 
 
 def all_ops() -> dict[str, OpDef]:

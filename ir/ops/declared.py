@@ -79,6 +79,11 @@ class Declared:
     like: Callable[..., Any]
     bound: Callable[..., tuple[Any, ...]]
 
+    @property
+    def required(self) -> list[str]:
+        """The operands that may not be None."""
+        return re.findall(r"Tensor (\w+)", self.schema)
+
 
 def declare(text: str, meaning: Callable[..., Any], also: Also | None) -> Declared:
     """Compile an op's declaration."""

@@ -18,19 +18,21 @@ from typing import Generic, TypeVar
 
 from .errors import InputError
 
-PASSES, OBJECTIVE = "graftwork.passes", "objective"
-"""The package of passes, also the entry point group of installed packages' passes; and the file of
-a method's folder that only training imports."""
+PASSES = "graftwork.passes"
+"""The package of passes, also the entry point group of installed packages' passes."""
+
+OBJECTIVE, LOOP = "objective", "loop"
+"""Files of a method's folder that only training imports, and only exports of loops."""
 
 T = TypeVar("T")
 
 
 @cache
 def import_all(package: str) -> None:
-    """Import every module of a package, recursively, except those called `OBJECTIVE`. Importing
-    registers definitions, so a new file needs no other edit."""
+    """Import every module of a package, recursively, except those called `OBJECTIVE` or `LOOP`.
+    Importing registers definitions, so a new file needs no other edit."""
     for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
-        if module.name.rpartition(".")[2] != OBJECTIVE:
+        if module.name.rpartition(".")[2] not in (OBJECTIVE, LOOP):
             importlib.import_module(module.name)
 
 
