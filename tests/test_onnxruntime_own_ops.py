@@ -44,11 +44,11 @@ def session_of(w: quantized.Weight, folder: Path, threads: int, kind: str = "lin
     e.graph.inputs.append(x)
     sizes = {"bits": w.bits, "group": w.group}
     if looks_up:
-        out = quantized_embedding(e, x, *weights_of(w), **sizes)
+        out = quantized_embedding(e, x, weights_of(w), **sizes)
     else:
         bias = None if w.bias is None else e.weight(Weight.of("bias", w.bias))
         rounded = kind == "linear"
-        out = quantized_linear(e, x, *weights_of(w), bias, **sizes, rounded=rounded)
+        out = quantized_linear(e, x, weights_of(w), bias, **sizes, rounded=rounded)
     out.name, out.dtype = "out", oir.DataType.FLOAT
     e.graph.outputs.append(out)
     path = folder / "model.onnx"

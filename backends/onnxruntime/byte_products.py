@@ -24,11 +24,9 @@ ZERO = 128
 
 def quantized_rows(e: Emitter, x: oir.Value) -> tuple[Any, Any]:
     """(u8 values with zero point 128, f32 scale [..., 1]) of f32 x, once for each x."""
-    key = ("quantized", x.name)
-    if key not in e.memo:
-        e.memo[key] = rounded_rows(e, x, int(str(type_of(x).dims[-1])), zero_points(e, x))
-    found: tuple[Any, Any] = e.memo[key]
-    return found
+    width = int(str(type_of(x).dims[-1]))
+    made = e.once(("quantized", x.name), lambda: rounded_rows(e, x, width, zero_points(e, x)))
+    return made[0], made[1]
 
 
 def rounded_rows(e: Emitter, x: oir.Value, width: int, zeros: oir.Value) -> tuple[Any, Any]:
@@ -42,11 +40,9 @@ def rounded_rows(e: Emitter, x: oir.Value, width: int, zeros: oir.Value) -> tupl
 
 def zero_points(e: Emitter, x: oir.Value) -> Any:
     """The zero points u8[..., 1] of x's rows, once for each shape."""
-    key = ("zero points", tuple(str(d) for d in type_of(x).dims[:-1]))
-    if key not in e.memo:
-        dims = (*type_of(x).dims[:-1], 1)
-        e.memo[key] = e.op("Expand", e.const(ZERO, U8), e.shape(dims))
-    return e.memo[key]
+    dims = (*type_of(x).dims[:-1], 1)
+    key = ("zero points", tuple(map(str, dims)))
+    return e.once(key, lambda: e.op("Expand", e.const(ZERO, U8), e.shape(dims)))
 
 
 def byte_product(e: Emitter, x: oir.Value, weight: Weight, scale: Weight) -> Any:

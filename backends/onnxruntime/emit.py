@@ -126,20 +126,18 @@ class Emitted:
         return OWN in self.model.graph.opset_imports
 
 
-def emit(
-    function: Function,
-    weights: WeightStore,
-    *,
-    paired: bool = False,
-    standard: bool = False,
-    native: bool = False,
-    qdq: bool = False,
-    contrib: bool = True,
-    opset: int = OPSETS[""],
-    threads: int = 1,
-    cuda: bool = False,
-) -> Emitted:
-    """Emit a function whose every call has a row.
+def emit(function: Function, weights: WeightStore, **how: Any) -> Emitted:
+    """Emit a function whose every call has a row. how: see `Emitter`.
+
+    Errors: `UnsupportedError` naming an op without a row and where it comes from, or one that
+    needs ONNX Runtime's domain, or a later opset.
+    """
+    return Emitter(function, weights, **how).run()
+
+
+@dataclass
+class Emitter:
+    """One emission. Rows call `op`, `const`, `cast`, `size`, `shape`, `reshape` and `once`.
 
     paired: attention takes a lone token twice, see `pairs`. standard: of what ONNX has a schema
     for, its own ops, so that its checker and other tools know them. native: graftwork's own kernels
@@ -147,16 +145,7 @@ def emit(
     go through DequantizeLinear, which is ONNX's own, not a kernel of ONNX Runtime's domain.
     contrib: ops of that domain may be used at all. opset: the version of ONNX's own ops. threads:
     those that own kernels may share work with. cuda: for sessions of CUDA's provider.
-    Errors: `UnsupportedError` naming an op without a row and where it comes from, or one that
-    needs ONNX Runtime's domain, or a later opset.
     """
-    how = paired, standard, native, qdq, contrib, opset, threads, cuda
-    return Emitter(function, weights, *how).run()
-
-
-@dataclass
-class Emitter:
-    """One emission. Rows call `op`, `const`, `cast`, `size`, `shape`, `reshape` and `derived`."""
 
     function: Function
     weights: WeightStore
@@ -336,6 +325,12 @@ class Emitter:
         self.graph, self.memo = around, known  # what was worked out inside is not there outside
         return self.op("Loop", times, None, start, body=inside)
 
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` makes, the same each time it is asked for under a key."""
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]
+
     def const(self, data: Any, dtype: torch.dtype) -> oir.Value:
         """A small constant tensor, made once for each value."""
         tensor = torch.as_tensor(data, dtype=dtype).contiguous()
@@ -395,12 +390,11 @@ class Emitter:
             return self.const([dim], torch.int64)
         if isinstance(dim, oir.Value):
             return self.op("Reshape", self.cast(dim, torch.int64), self.const([1], torch.int64))
-        key = ("size", dim.text)
-        if key not in self.memo:
-            result = dim.evaluate(lambda name: _Size(self, self._symbol(name)))
-            self.memo[key] = result.value if isinstance(result, _Size) else self.size(result)
-        found: oir.Value = self.memo[key]
-        return found
+        return self.once(("size", dim.text), lambda: self._computed(dim))
+
+    def _computed(self, dim: Sym) -> Any:
+        result = dim.evaluate(lambda name: _Size(self, self._symbol(name)))
+        return result.value if isinstance(result, _Size) else self.size(result)
 
     def scalar(self, dim: Dim) -> Any:
         """A dim as an i64 tensor without axes."""
@@ -408,15 +402,12 @@ class Emitter:
             return self.const(dim, torch.int64)
         return self.op("Squeeze", self.size(dim))
 
-    def shape(self, dims: Sequence[Dim]) -> oir.Value:
+    def shape(self, dims: Sequence[Dim]) -> Any:
         """Dims as a one-dimensional i64 tensor."""
         if all(isinstance(d, int) for d in dims):
             return self.const(list(dims), torch.int64)
         key = ("shape", tuple(str(d) for d in dims))
-        if key not in self.memo:
-            self.memo[key] = self.op("Concat", *(self.size(d) for d in dims), axis=0)
-        found: oir.Value = self.memo[key]
-        return found
+        return self.once(key, lambda: self.op("Concat", *(self.size(d) for d in dims), axis=0))
 
     def reshape(self, value: oir.Value, have: Sequence[Dim], want: Sequence[Dim]) -> Any:
         """A value of dims `have` in dims `want`; computes no shape where 0 and -1 can say it."""
@@ -431,13 +422,9 @@ class Emitter:
             target = list(want)
         return self.op("Reshape", value, self.shape(target))
 
-    def _symbol(self, name: str) -> oir.Value:
+    def _symbol(self, name: str) -> Any:
         """The value of a symbol, i64[1], read off an input."""
-        key = ("symbol", name)
-        if key not in self.memo:
-            self.memo[key] = self._read_symbol(name)
-        found: oir.Value = self.memo[key]
-        return found
+        return self.once(("symbol", name), lambda: self._read_symbol(name))
 
     def _read_symbol(self, name: str) -> Any:
         for node in self.function.inputs:
@@ -457,6 +444,14 @@ def type_of(value: oir.Value) -> TensorType:
 def weight_of(value: oir.Value | None) -> Weight | None:
     """The weight that a value refers to, if it does."""
     return None if value is None else value.meta.get("weight")
+
+
+def stored_parts(*values: oir.Value | None) -> Any:
+    """The weights that values refer to, of which the first two are there: of a weight of few bits,
+    as its op takes them."""
+    found = tuple(map(weight_of, values))
+    assert found[0] is not None and found[1] is not None
+    return found
 
 
 class _Size:

@@ -131,7 +131,4 @@ class Pairs:
         return e.op("Slice", value, zero, e.size(self.width), axes)
 
     def _once(self, name: Any, make: Any) -> Any:
-        key = ("pairs", str(self.width), name)
-        if key not in self.e.memo:
-            self.e.memo[key] = make()
-        return self.e.memo[key]
+        return self.e.once(("pairs", str(self.width), name), make)

@@ -10,6 +10,8 @@ import torch.fx
 
 from ...ir import TensorType
 from ...ir import type_of as ir_type
+from ...ir.ops import all_ops
+from ..own_kernels import zero_of
 from . import ops  # noqa: F401  (defines ort_gqa and ort_attend)
 from .emit import Emitter, row, type_of
 from .pairs import Pairs
@@ -81,55 +83,22 @@ def _no_sinks(node: torch.fx.Node) -> bool:
     return node.kwargs.get("sinks", node.args[5] if len(node.args) > 5 else None) is None
 
 
-@row(G.ort_attend.default, native=True)
-def cached_attention(e: Emitter, *arguments: Any) -> Any:
-    query, key, value, *caches_and_past = arguments[:6]
-    given = arguments[6:12]  # positions, tables, ancestors, sinks, slopes
-    heads, groups, *how = arguments[12:]
-    return e.own(
-        "CachedAttention",
-        *(query, *caches_and_past, key, value, *given),
-        heads=heads,
-        groups=groups,
-        **_cached_options(e, *how),
-        outputs=3,
-    )
+def _cached_attention(op: str, kernel: str, caches: int) -> None:
+    """The row of an op with so many caches."""
+    zeros = zero_of(all_ops()[op])
+
+    def emit(e: Emitter, query: oir.Value, key: Any, value: Any, *more: Any) -> Any:
+        before, behind = more[: caches + 1], more[caches + 1 : len(more) - len(zeros)]
+        options = zip(zeros.items(), more[-len(zeros) :], strict=True)
+        how = {name: type(zero)(given or zero) for (name, zero), given in options}
+        operands = query, *before, key, value, *behind
+        return e.own(kernel, *operands, **how, threads=e.threads, outputs=1 + caches)
+
+    row(getattr(G, op).default, native=True)(emit)
 
 
-@row(G.ort_attend_quantized.default, native=True)
-def cached_quantized_attention(e: Emitter, *arguments: Any) -> Any:
-    query, key, value, *caches_and_past = arguments[:8]
-    given = arguments[8:14]  # positions, tables, ancestors, sinks, slopes
-    heads, groups, bits, turned, *how = arguments[14:]
-    return e.own(
-        "CachedQuantizedAttention",
-        *(query, *caches_and_past, key, value, *given),
-        heads=heads,
-        groups=groups,
-        bits=bits,
-        turned=int(turned),
-        **_cached_options(e, *how),
-        outputs=5,
-    )
-
-
-def _cached_options(
-    e: Emitter,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    interleaved: bool,
-    chunk: int | None,
-) -> dict[str, Any]:
-    """Attributes of both."""
-    return {
-        "scale": scale,
-        "softcap": softcap or 0.0,
-        "window": window or 0,
-        "chunk": chunk or 0,
-        "interleaved": int(interleaved),
-        "threads": e.threads,
-    }
+_cached_attention("ort_attend", "CachedAttention", 2)
+_cached_attention("ort_attend_quantized", "CachedQuantizedAttention", 4)
 
 
 @row(G.attend.default, when=_no_sinks)
@@ -236,9 +205,7 @@ class _Bias:
         self.e, self.seqlens, self.total, self.given = e, seqlens, total, positions
         self.dtype, self.width = query.dtype, query.dims[1]
 
-    def of(
-        self, ancestors: oir.Value | None, slopes: oir.Value | None, window: int | None
-    ) -> oir.Value:
+    def of(self, ancestors: oir.Value | None, slopes: oir.Value | None, window: int | None) -> Any:
         """The sum of the parts that apply."""
         parts = []
         tree = ancestors is not None
@@ -251,13 +218,9 @@ class _Bias:
             return parts[0]
         return self.once(("both", *parts), lambda: self.e.op("Add", *parts))
 
-    def once(self, key: Any, make: Any) -> oir.Value:
+    def once(self, key: Any, make: Any) -> Any:
         """`make()`, or what it gave before."""
-        key = ("bias", key, self.dtype)
-        if key not in self.e.memo:
-            self.e.memo[key] = make()
-        found: oir.Value = self.e.memo[key]
-        return found
+        return self.e.once(("bias", key, self.dtype), make)
 
     def steps(self) -> Any:
         """Columns of the step i64[T]."""
@@ -302,11 +265,10 @@ class _Bias:
         """Position of each token, i64[B,T]."""
         if self.given is not None:
             return self.given
-        return self.once("positions", self._positions)
-
-    def _positions(self) -> Any:
-        e = self.e
-        return e.op("Add", e.op("Unsqueeze", self.past(), e.const([1], I64)), self.steps())
+        e, first = self.e, self.e.const([1], I64)
+        return self.once(
+            "positions", lambda: e.op("Add", e.op("Unsqueeze", self.past(), first), self.steps())
+        )
 
     def tree(self, ancestors: oir.Value, window: int | None) -> Any:
         """0 where a token may look, -inf elsewhere: the past is open, the step as ancestors say."""

@@ -218,12 +218,8 @@ def power(e: Emitter, base: Any, exponent: Any) -> Any:
     return e.op("Pow", x, operand(e, exponent, dtype))
 
 
-def _extreme(op_type: str, e: Emitter, a: Any, b: Any) -> Any:
-    return _binary(op_type, e, a, b)
-
-
-row(A.maximum.default, A.max.other)(partial(_extreme, "Max"))
-row(A.minimum.default, A.min.other)(partial(_extreme, "Min"))
+row(A.maximum.default, A.max.other)(partial(_binary, "Max"))
+row(A.minimum.default, A.min.other)(partial(_binary, "Min"))
 
 
 @row(
@@ -269,23 +265,15 @@ for _name, (_op, _negate) in COMPARISONS.items():
 
 
 def _logic(op_type: str, e: Emitter, a: Any, b: Any) -> Any:
-    return e.op(op_type, operand(e, a, BOOL), operand(e, b, BOOL))
+    return _binary(op_type if e.dtype() == BOOL else f"Bitwise{op_type}", e, a, b)
 
 
 row(A.logical_and.default)(partial(_logic, "And"))
 row(A.logical_or.default)(partial(_logic, "Or"))
 row(A.logical_xor.default)(partial(_logic, "Xor"))
-
-
-def _bitwise(op_type: str, e: Emitter, a: Any, b: Any) -> Any:
-    dtype = e.dtype()
-    name = op_type if dtype == BOOL else f"Bitwise{op_type}"
-    return e.op(name, operand(e, a, dtype), operand(e, b, dtype))
-
-
-row(A.bitwise_and.Tensor, A.bitwise_and.Scalar, A.__and__.Tensor)(partial(_bitwise, "And"))
-row(A.bitwise_or.Tensor, A.bitwise_or.Scalar, A.__or__.Tensor)(partial(_bitwise, "Or"))
-row(A.bitwise_xor.Tensor, A.bitwise_xor.Scalar)(partial(_bitwise, "Xor"))
+row(A.bitwise_and.Tensor, A.bitwise_and.Scalar, A.__and__.Tensor)(partial(_logic, "And"))
+row(A.bitwise_or.Tensor, A.bitwise_or.Scalar, A.__or__.Tensor)(partial(_logic, "Or"))
+row(A.bitwise_xor.Tensor, A.bitwise_xor.Scalar)(partial(_logic, "Xor"))
 
 
 # -- choices and casts

@@ -20,7 +20,7 @@ from ...ir.ops.numerics import stored_floats
 from ...ir.rewrite.stored import are_weights, stored_in
 from .. import tiles
 from .byte_experts import Gate, Stack, byte_experts
-from .emit import Emitter, native_parts, row, type_of, weight_of
+from .emit import Emitter, native_parts, row, stored_parts, type_of, weight_of
 from .probe import quantized_ops_available
 
 G = torch.ops.graftwork
@@ -115,7 +115,9 @@ def quantized_moe(
     row; else the float kernel, with values worked out when the model is stored."""
     parts = (gate_up, gate_up_scale, gate_up_offset), (down, down_scale, down_offset)
     biases = gate_up_bias, down_bias
-    first, second = (_stack(*p, bias, bits) for p, bias in zip(parts, biases, strict=True))
+    first, second = (
+        Stack(*stored_parts(*part), bias, bits) for part, bias in zip(parts, biases, strict=True)
+    )
     exact = first.is_bytes_by_row and second.is_bytes_by_row and not (e.cuda or e.qdq)
     if rounded and exact:
         e.ran["experts", bits, "MatMulIntegerToFloat" if e.contrib else "MatMulInteger"] += 1
@@ -126,26 +128,12 @@ def quantized_moe(
     return moe(e, x, experts, weights, *values, *biases, activation, limit, alpha)
 
 
-def _stack(
-    weight: oir.Value,
-    scale: oir.Value,
-    offset: oir.Value | None,
-    bias: oir.Value | None,
-    bits: int,
-) -> Stack:
-    given = [weight_of(part) for part in (weight, scale, offset)]
-    assert given[0] is not None and given[1] is not None
-    return Stack(given[0], given[1], given[2], bias, bits)
-
-
 def _values(stack: tuple[oir.Value | None, ...], bits: int) -> Weight:
     """What a stored stack stands for, f32[E,R,K]."""
     parts = [part for part in map(weight_of, stack) if part is not None]
     weight = parts[0]
     experts, rows, stored = weight.type.shape
-    dims = (experts, rows, stored * 8 // bits)
-
-    type = TensorType(torch.float32, dims)
+    type = TensorType(torch.float32, (experts, rows, stored * 8 // bits))
     return derive(f"{weight.name}.values", type, stored_floats, *parts, bits=bits)
 
 
@@ -162,9 +150,8 @@ def quantized_experts(
     group: int,
     rounded: bool,
 ) -> Any:
-    stack = [weight_of(part) for part in (weight, scale, offset)]
-    assert stack[0] is not None and stack[1] is not None
-    laid = tiles.tiled_experts(stack[0], stack[1], stack[2], bits=bits, group=group)
+    stack = stored_parts(weight, scale, offset)
+    laid = tiles.tiled_experts(*stack, bits=bits, group=group)
     values = [None if w is None else e.weight(w) for w in laid.parts[:3]]
     wide, added = (v if v is None else e.cast(v, torch.float32) for v in (x, bias))
     e.ran["experts", bits, tiles.kernel_name()] += 1
@@ -188,11 +175,8 @@ def _interleaved(e: Emitter, value: oir.Value | None) -> oir.Value | None:
     weight = weight_of(value)
     if weight is None:
         return None
-    return e.weight(_in_turns(weight))
-
-
-def _in_turns(weight: Weight) -> Weight:
-    return derive(f"{weight.name}.interleaved", weight.type, interleaved_rows, weight)
+    name = f"{weight.name}.interleaved"
+    return e.weight(derive(name, weight.type, interleaved_rows, weight))
 
 
 @derivation

@@ -62,15 +62,12 @@ def add_rms_norm(
     if not e.contrib:
         total = e.op("Add", x, residual)
         return _rms_norm(e, total, scale, eps), total
-    normed, _, _, total = e.fused(
-        "SkipSimplifiedLayerNormalization",
-        x,
-        residual,
-        scale,
-        epsilon=eps,
-        outputs=4,
-        unwanted=STATISTICS,
-    )
+    return _after_sum(e, "SkipSimplifiedLayerNormalization", x, residual, scale, eps=eps)
+
+
+def _after_sum(e: Emitter, name: str, *given: oir.Value | None, eps: float) -> Any:
+    """The normalised sum and the sum, by a kernel of both."""
+    normed, _, _, total = e.fused(name, *given, epsilon=eps, outputs=4, unwanted=STATISTICS)
     return normed, total
 
 
@@ -138,14 +135,4 @@ def add_layer_norm(
 ) -> Any:
     scale = e.cast(weight, e.dtype())
     shift = None if bias is None else e.cast(bias, e.dtype())
-    normed, _, _, total = e.fused(
-        "SkipLayerNormalization",
-        x,
-        residual,
-        scale,
-        shift,
-        epsilon=eps,
-        outputs=4,
-        unwanted=STATISTICS,
-    )
-    return normed, total
+    return _after_sum(e, "SkipLayerNormalization", x, residual, scale, shift, eps=eps)

@@ -36,7 +36,7 @@ from .. import tiles
 from ..cuda_blocks import cuda_layout
 from . import rows_tiles
 from .byte_products import ZERO, byte_product, quantized_rows
-from .emit import Emitter, row, type_of, weight_of
+from .emit import Emitter, row, stored_parts, type_of
 from .pairs import Pairs
 from .probe import quantized_ops_available, rows_of_few_bits_are_exact
 
@@ -232,12 +232,9 @@ def quantized_embedding(
     bits: int,
     group: int,
 ) -> Any:
-    given = [weight_of(part) for part in (weight, scale, offset, codebook)]
-    assert given[0] is not None and given[1] is not None
-    parts = given[0], given[1], given[2], given[3]
-    wide = e.cast(ids, torch.int64)
+    wide, parts = e.cast(ids, torch.int64), stored_parts(weight, scale, offset, codebook)
     e.ran["look-up", bits, tiles.kernel_name()] += 1
-    return rows_tiles.quantized_embedding(e, wide, *parts, bits=bits, group=group)
+    return rows_tiles.quantized_embedding(e, wide, parts, bits=bits, group=group)
 
 
 @row(G.quantized_linear.default, when=are_weights)
@@ -253,20 +250,16 @@ def quantized_linear(
     group: int,
     rounded: bool,
 ) -> Any:
-    given = [weight_of(part) for part in (weight, scale, offset, codebook)]
-    assert given[0] is not None and given[1] is not None
+    parts = stored_parts(weight, scale, offset, codebook)
+    stored = _Stored(*parts, bits, group)
     if e.cuda:
-        return _on_cuda(e, x, _Stored(given[0], given[1], given[2], given[3], bits, group), bias)
-    wide = e.cast(x, F32)
+        return _on_cuda(e, x, stored, bias)
+    wide, added = e.cast(x, F32), None if bias is None else e.cast(bias, F32)
     if e.native and not quantized_ops_available():
-        added = None if bias is None else e.cast(bias, F32)
-        parts = given[0], given[1], given[2], given[3]
         e.ran["product", bits, tiles.kernel_name()] += 1
-        result = rows_tiles.quantized_linear(
-            e, wide, *parts, added, bits=bits, group=group, rounded=rounded
-        )
+        sizes = {"bits": bits, "group": group, "rounded": rounded}
+        result = rows_tiles.quantized_linear(e, wide, parts, added, **sizes)
         return e.cast(result, e.dtype(), F32)
-    stored = _Stored(given[0], given[1], given[2], given[3], bits, group)
     dims = type_of(x).dims
     kernel = DECOMPOSED
     chosen = None if e.qdq or not e.contrib else next(_fitting(e, stored, rounded), None)
@@ -287,8 +280,8 @@ def quantized_linear(
     else:
         result = _float(e, wide, dims, _values(e, stored), rounded)
     e.ran["product", bits, kernel] += 1
-    if bias is not None:
-        result = e.op("Add", result, e.cast(bias, F32))
+    if added is not None:
+        result = e.op("Add", result, added)
     return e.cast(result, e.dtype(), F32)
 
 
@@ -357,14 +350,12 @@ def needs_packing(graph: oir.Graph) -> bool:
 
 def _group_sums(e: Emitter, x: oir.Value, dims: Sequence[Dim], group: int) -> Any:
     """Each group's values added up, f32[...,K/group] of f32 x, once for each x."""
-    key = ("group sums", x.name, group)
-    if key not in e.memo:
-        count = int(str(dims[-1])) // group
-        grouped = e.reshape(x, dims, (*dims[:-1], count, group))
-        last = e.const([-1], torch.int64)
-        e.memo[key] = e.op("ReduceSum", grouped, last, keepdims=0)
-    found: Any = e.memo[key]
-    return found
+
+    def make() -> Any:
+        grouped = e.reshape(x, dims, (*dims[:-1], int(str(dims[-1])) // group, group))
+        return e.op("ReduceSum", grouped, e.const([-1], torch.int64), keepdims=0)
+
+    return e.once(("group sums", x.name, group), make)
 
 
 def _values(e: Emitter, stored: _Stored) -> oir.Value:

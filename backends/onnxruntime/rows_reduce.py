@@ -27,24 +27,18 @@ def reduce(e: Emitter, op_type: str, x: oir.Value, dim: Any, keepdim: bool) -> A
     return e.op(op_type, x, axes, keepdims=int(keepdim))
 
 
-@row(A.sum.dim_IntList)
-def sum_(e: Emitter, x: oir.Value, dim: Any, keepdim: bool = False, *_: Any) -> Any:
-    return reduce(e, "ReduceSum", e.cast(x, e.dtype()), dim, keepdim)
+def _added(op_type: str, e: Emitter, x: oir.Value, dim: Any, keepdim: bool = False, *_: Any) -> Any:
+    return reduce(e, op_type, e.cast(x, e.dtype()), dim, keepdim)
 
 
-@row(A.sum.default)
-def sum_all(e: Emitter, x: oir.Value, *_: Any) -> Any:
-    return reduce(e, "ReduceSum", e.cast(x, e.dtype()), None, False)
+def _all_added(op_type: str, e: Emitter, x: oir.Value, *_: Any) -> Any:
+    return _added(op_type, e, x, None)
 
 
-@row(A.mean.dim)
-def mean(e: Emitter, x: oir.Value, dim: Any, keepdim: bool = False, *_: Any) -> Any:
-    return reduce(e, "ReduceMean", e.cast(x, e.dtype()), dim, keepdim)
-
-
-@row(A.mean.default)
-def mean_all(e: Emitter, x: oir.Value, *_: Any) -> Any:
-    return reduce(e, "ReduceMean", e.cast(x, e.dtype()), None, False)
+row(A.sum.dim_IntList)(partial(_added, "ReduceSum"))
+row(A.mean.dim)(partial(_added, "ReduceMean"))
+row(A.sum.default)(partial(_all_added, "ReduceSum"))
+row(A.mean.default)(partial(_all_added, "ReduceMean"))
 
 
 def _extreme(op_type: str, e: Emitter, x: oir.Value, dim: Any = None, keep: bool = False) -> Any:
@@ -101,14 +95,12 @@ def var(
     return e.op("Div", total, e.op("Sub", count, e.const(freedom, dtype)))
 
 
-@row(A.softmax.int, A._softmax.default)
-def softmax(e: Emitter, x: oir.Value, dim: int, *_: Any) -> Any:
-    return e.op("Softmax", operand(e, x, e.dtype()), axis=dim)
+def _softmax(op_type: str, e: Emitter, x: oir.Value, dim: int, *_: Any) -> Any:
+    return e.op(op_type, operand(e, x, e.dtype()), axis=dim)
 
 
-@row(A.log_softmax.int, A._log_softmax.default)
-def log_softmax(e: Emitter, x: oir.Value, dim: int, *_: Any) -> Any:
-    return e.op("LogSoftmax", operand(e, x, e.dtype()), axis=dim)
+row(A.softmax.int, A._softmax.default)(partial(_softmax, "Softmax"))
+row(A.log_softmax.int, A._log_softmax.default)(partial(_softmax, "LogSoftmax"))
 
 
 @row(A.logsumexp.default)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import onnx_ir as oir
@@ -209,20 +210,6 @@ def pad(e: Emitter, x: oir.Value, pads: Sequence[int], value: Any = 0) -> Any:
     return e.op("Pad", x, e.const(before + after, I64), operand(e, value, e.dtype()))
 
 
-@row(A.slice_scatter.default)
-def slice_scatter(
-    e: Emitter, x: oir.Value, src: oir.Value, dim: int, start: Any, end: Any, step: int
-) -> Any:
-    axis = _axis(dim, len(_dims(x)))
-    size = e.op("Shape", x, start=axis, end=axis + 1)
-    every = e.op("Range", e.const(0, I64), e.op("Squeeze", size), e.const(1, I64))
-    rows = piece(e, every, 0, start or 0, _FAR if end is None or _is_far(end) else end, step)
-    spread = [1] * len(_dims(x))
-    spread[axis] = -1
-    index = e.op("Expand", e.op("Reshape", rows, e.const(spread, I64)), e.op("Shape", src))
-    return e.op("ScatterElements", x, index, e.cast(src, e.dtype()), axis=axis)
-
-
 # -- lookups
 
 
@@ -250,18 +237,6 @@ def scatter(e: Emitter, x: oir.Value, dim: int, index: oir.Value, src: oir.Value
 def scatter_value(e: Emitter, x: oir.Value, dim: int, index: oir.Value, value: Any) -> Any:
     fill = e.op("Expand", operand(e, value, e.dtype()), e.op("Shape", index))
     return e.op("ScatterElements", x, index, fill, axis=_axis(dim, len(_dims(x))))
-
-
-@row(A.index_add.default)
-def index_add(
-    e: Emitter, x: oir.Value, dim: int, index: oir.Value, source: oir.Value, alpha: Any = 1
-) -> Any:
-    axis = _axis(dim, len(_dims(x)))
-    spread = [1] * len(_dims(x))
-    spread[axis] = -1
-    rows = e.op("Expand", e.op("Reshape", index, e.const(spread, I64)), e.op("Shape", source))
-    added = source if alpha == 1 else e.op("Mul", source, operand(e, alpha, e.dtype()))
-    return e.op("ScatterElements", x, rows, added, axis=axis, reduction="add")
 
 
 def _leading_indices(node: torch.fx.Node) -> bool:
@@ -307,25 +282,15 @@ def index_put(
 # -- made from nothing
 
 
-def filled(e: Emitter, value: Any, dims: Sequence[Dim]) -> Any:
-    """A tensor of the current result's dtype, every element `value`."""
-    constant = operand(e, value, e.dtype())
+@row(A.full.default, A.full_like.default)
+def full(e: Emitter, like: Any, value: Any, *_: Any) -> Any:
+    constant, dims = operand(e, value, e.dtype()), e.type().dims
     return e.op("Expand", constant, e.shape(dims)) if dims else constant
-
-
-@row(A.full.default)
-def full(e: Emitter, size: Any, value: Any, *_: Any) -> Any:
-    return filled(e, value, e.type().dims)
-
-
-@row(A.full_like.default)
-def full_like(e: Emitter, x: Any, value: Any, *_: Any) -> Any:
-    return filled(e, value, e.type().dims)
 
 
 @row(A.new_full.default)
 def new_full(e: Emitter, x: Any, size: Any, value: Any, *_: Any) -> Any:
-    return filled(e, value, e.type().dims)
+    return full(e, size, value)
 
 
 @row(
@@ -336,13 +301,13 @@ def new_full(e: Emitter, x: Any, size: Any, value: Any, *_: Any) -> Any:
     A.empty_like.default,
     A.new_empty.default,
 )
-def zeros(e: Emitter, *_: Any) -> Any:
-    return filled(e, 0, e.type().dims)
+def zeros(e: Emitter, like: Any, *_: Any) -> Any:
+    return full(e, like, 0)
 
 
 @row(A.ones.default, A.ones_like.default, A.new_ones.default)
-def ones(e: Emitter, *_: Any) -> Any:
-    return filled(e, 1, e.type().dims)
+def ones(e: Emitter, like: Any, *_: Any) -> Any:
+    return full(e, like, 1)
 
 
 @row(A.scalar_tensor.default)
@@ -350,39 +315,22 @@ def scalar_tensor(e: Emitter, value: Any, *_: Any) -> Any:
     return operand(e, value, e.dtype())
 
 
-def arange_values(e: Emitter, start: Any, end: Any, step: Any) -> Any:
-    """start, start + step, ... below end, in the current result's dtype."""
+@row(A.arange.start_step)
+def arange(e: Emitter, start: Any, end: Any, step: Any = 1, *_: Any) -> Any:
     dtype = e.dtype() if e.dtype() in (torch.float32, I64, torch.int32) else I64
     parts = [operand(e, x, dtype) for x in (start, end, step)]
     return e.cast(e.op("Range", *parts), e.dtype(), dtype)
 
 
-@row(A.arange.default)
-def arange(e: Emitter, end: Any, *_: Any) -> Any:
-    return arange_values(e, 0, end, 1)
+row(A.arange.default)(lambda e, end, *_: arange(e, 0, end))
+row(A.arange.start)(lambda e, start, end, *_: arange(e, start, end))
 
 
-@row(A.arange.start)
-def arange_start(e: Emitter, start: Any, end: Any, *_: Any) -> Any:
-    return arange_values(e, start, end, 1)
-
-
-@row(A.arange.start_step)
-def arange_start_step(e: Emitter, start: Any, end: Any, step: Any = 1, *_: Any) -> Any:
-    return arange_values(e, start, end, step)
-
-
-def _triangle(e: Emitter, x: oir.Value, diagonal: int, upper: int) -> Any:
+def _triangle(upper: int, e: Emitter, x: oir.Value, diagonal: int = 0) -> Any:
     wide = x if e.dtype() != torch.bool else e.op("Cast", x, to=int(oir.DataType.INT64))
     cut = e.op("Trilu", wide, e.const(diagonal, I64), upper=upper)
     return cut if wide is x else e.op("Cast", cut, to=int(oir.DataType.BOOL))
 
 
-@row(A.tril.default)
-def tril(e: Emitter, x: oir.Value, diagonal: int = 0) -> Any:
-    return _triangle(e, x, diagonal, 0)
-
-
-@row(A.triu.default)
-def triu(e: Emitter, x: oir.Value, diagonal: int = 0) -> Any:
-    return _triangle(e, x, diagonal, 1)
+row(A.tril.default)(partial(_triangle, 0))
+row(A.triu.default)(partial(_triangle, 1))

@@ -16,14 +16,15 @@ from ...ir import Weight
 from .. import tiles
 from .emit import Emitter
 
+Parts = tuple[Weight, Weight, Weight | None, Weight | None]
+"""Weight, scale, offset and codebook of an op, as they are stored; scale and offset in float16 or
+float32."""
+
 
 def quantized_linear(
     e: Emitter,
     x: oir.Value,
-    weight: Weight,
-    scale: Weight,
-    offset: Weight | None,
-    codebook: Weight | None,
+    parts: Parts,
     bias: oir.Value | None,
     *,
     bits: int,
@@ -32,30 +33,20 @@ def quantized_linear(
 ) -> Any:
     """`graftwork.quantized_linear` of x f32[..., K], bias f32[N]: f32[..., N].
 
-    Weights are those of the op, as they are stored; scale and offset in float16 or float32.
     Errors: `InputError` for sizes that kernels do not take, and when it is loaded, for the codebook
     of a rounded product that is not of whole numbers.
     """
-    lay_out, op = (
-        (tiles.tiled, "QuantizedLinear") if rounded else (tiles.tiled_table, "FloatLinear")
-    )
-    laid = lay_out(weight, scale, offset, codebook, bits=bits, group=group)
-    values = [None if w is None else e.weight(w) for w in laid.parts]
-    return e.own(op, x, *values, bias, bits=laid.bits, group=group, N=laid.outputs)
+    lay_out = tiles.tiled if rounded else tiles.tiled_table
+    laid = lay_out(*parts, bits=bits, group=group)
+    return _node(e, "QuantizedLinear" if rounded else "FloatLinear", x, laid, bias)
 
 
-def quantized_embedding(
-    e: Emitter,
-    ids: oir.Value,
-    weight: Weight,
-    scale: Weight,
-    offset: Weight | None,
-    codebook: Weight | None,
-    *,
-    bits: int,
-    group: int,
-) -> Any:
-    """`graftwork.quantized_embedding` of ids i64[...]: f32[..., K], the table as it is stored."""
-    laid = tiles.tiled_table(weight, scale, offset, codebook, bits=bits, group=group)
-    values = [None if w is None else e.weight(w) for w in laid.parts]
-    return e.own("QuantizedEmbedding", ids, *values, bits=bits, group=group, N=laid.outputs)
+def quantized_embedding(e: Emitter, ids: oir.Value, parts: Parts, *, bits: int, group: int) -> Any:
+    """`graftwork.quantized_embedding` of ids i64[...]: f32[..., K]."""
+    laid = tiles.tiled_table(*parts, bits=bits, group=group)
+    return _node(e, "QuantizedEmbedding", ids, laid)
+
+
+def _node(e: Emitter, op: str, x: oir.Value, laid: tiles.Tiled, *bias: oir.Value | None) -> Any:
+    values = [None if part is None else e.weight(part) for part in laid.parts]
+    return e.own(op, x, *values, *bias, bits=laid.bits, group=laid.group, N=laid.outputs)
