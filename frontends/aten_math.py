@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,14 +60,22 @@ def _sum(c: Call, target: Any) -> Any:
     return c.b.call(target, left, right)
 
 
-@lowers(A.add.Tensor, A.add.Scalar)
-def plus(c: Call) -> Any:
-    return _sum(c, A.add.Tensor)
+lowers(A.add.Tensor, A.add.Scalar)(partial(_sum, target=A.add.Tensor))
+lowers(A.sub.Tensor, A.sub.Scalar)(partial(_sum, target=A.sub.Tensor))
 
 
-@lowers(A.sub.Tensor, A.sub.Scalar)
-def minus(c: Call) -> Any:
-    return _sum(c, A.sub.Tensor)
+def _of_two(c: Call, target: Any) -> Any:
+    """An op of the first two arguments."""
+    return c.b.call(target, *c.args[:2])
+
+
+for _target, *_spellings in (
+    (A.mul.Tensor, A.mul.Scalar),
+    (A.div.Tensor, A.div.Scalar, A.true_divide.Tensor),
+    (A.maximum.default, A.max.other),
+    (A.minimum.default, A.min.other),
+):
+    lowers(_target, *_spellings)(partial(_of_two, target=_target))
 
 
 @lowers(A.rsub.Scalar, A.rsub.Tensor)
@@ -76,30 +85,10 @@ def rsub(c: Call) -> Any:
     return c.b.call(A.add.Tensor, negated, c.args[1])
 
 
-@lowers(A.mul.Tensor, A.mul.Scalar)
-def mul(c: Call) -> Any:
-    return c.b.call(A.mul.Tensor, c.args[0], c.args[1])
-
-
-@lowers(A.div.Tensor, A.div.Scalar, A.true_divide.Tensor)
-def div(c: Call) -> Any:
-    return c.b.call(A.div.Tensor, c.args[0], c.args[1])
-
-
 @lowers(A.div.Tensor_mode, A.div.Scalar_mode, A.floor_divide.default)
 def div_mode(c: Call) -> Any:
     mode = c.kwargs.get("rounding_mode", "floor")
     return c.b.call(A.div.Tensor_mode, c.args[0], c.args[1], rounding_mode=mode)
-
-
-@lowers(A.maximum.default, A.max.other)
-def maximum(c: Call) -> Any:
-    return c.b.call(A.maximum.default, c.args[0], c.args[1])
-
-
-@lowers(A.minimum.default, A.min.other)
-def minimum(c: Call) -> Any:
-    return c.b.call(A.minimum.default, c.args[0], c.args[1])
 
 
 @lowers(A.square.default)
@@ -190,25 +179,18 @@ def masked_fill(c: Call) -> Any:
     return c.b.call(A.where.self, mask, value, source)
 
 
-@lowers(A.bitwise_and.Tensor, A.logical_and.default, A.__and__.Tensor)
-def both(c: Call) -> Any:
-    return _logical(c, A.logical_and.default)
-
-
-@lowers(A.bitwise_or.Tensor, A.logical_or.default, A.__or__.Tensor)
-def either(c: Call) -> Any:
-    return _logical(c, A.logical_or.default)
-
-
-@lowers(A.bitwise_not.default, A.logical_not.default)
-def negate(c: Call) -> Any:
-    return _logical(c, A.logical_not.default)
-
-
 def _logical(c: Call, target: Any) -> Any:
     if c.dtype != torch.bool:
         raise UnsupportedError(f"{c.target} on {c.dtype} is not supported; expected bool")
     return c.b.call(target, *c.args)
+
+
+for _target, *_spellings in (
+    (A.logical_and.default, A.bitwise_and.Tensor, A.__and__.Tensor),
+    (A.logical_or.default, A.bitwise_or.Tensor, A.__or__.Tensor),
+    (A.logical_not.default, A.bitwise_not.default),
+):
+    lowers(_target, *_spellings)(partial(_logical, target=_target))
 
 
 @lowers(A.scaled_dot_product_attention.default)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import mul
 from typing import Any
 
 import torch.fx
@@ -96,21 +98,17 @@ def slice_(c: Call) -> Any:
     if isinstance(start, int) and start < 0:
         start = size + start if isinstance(size, int) else size - (-start)
     length = c.shape[axis]
-    return c.b.slice(source, axis, start, length if start == 0 else _plus(start, length))
+    return c.b.slice(source, axis, start, start + length)
 
 
 def _past_end(stop: Dim, size: Dim) -> bool:
     return isinstance(stop, int) and (stop >= 2**31 or (isinstance(size, int) and stop > size))
 
 
-def _plus(left: Dim, right: Dim) -> Dim:
-    return right + left if isinstance(left, int) else left + right
-
-
 @lowers(A.narrow.default)
 def narrow(c: Call) -> Any:
     source, axis, start, length = c.args
-    return c.b.slice(source, axis % c.fake.dim(), start, _plus(start, length))
+    return c.b.slice(source, axis % c.fake.dim(), start, start + length)
 
 
 @lowers(
@@ -129,8 +127,8 @@ def split(c: Call) -> Any:
     parts = []
     for fake in c.fake:
         length = c.sizes.dim(fake.shape[axis])
-        parts.append(c.b.slice(source, axis, start, _plus(start, length)))
-        start = _plus(start, length)
+        parts.append(c.b.slice(source, axis, start, start + length))
+        start = start + length
     return parts
 
 
@@ -165,19 +163,12 @@ def repeat_interleave(c: Call) -> Any:
     """Each element repeated in place; how key heads are given to their group of query heads."""
     source, repeats, axis = c.args[0], c.args[1], c.arg(2, "dim")
     if axis is None:
-        source, axis = c.b.reshape(source, [_product(c.b.shape(source))]), 0
+        source, axis = c.b.reshape(source, [reduce(mul, c.b.shape(source), 1)]), 0
     axis %= c.rank(0)
     wide = c.b.call(A.unsqueeze.default, source, axis + 1)
     shape = c.b.shape(wide)
     shape[axis + 1] = repeats
     return c.b.reshape(c.b.expand(wide, shape), c.shape)
-
-
-def _product(dims: list[Dim]) -> Dim:
-    total: Dim = 1
-    for dim in dims:
-        total = total * dim if not isinstance(total, int) or isinstance(dim, int) else dim * total
-    return total
 
 
 @lowers(A.repeat.default)
@@ -196,7 +187,7 @@ def slice_scatter(c: Call) -> Any:
     """A slice replaced: what comes before, the new part, what comes after."""
     base, part, axis = c.args[0], c.args[1], c.arg(2, "dim", 0) % c.fake.dim()
     size, start = c.b.shape(base)[axis], c.arg(3, "start", 0) or 0
-    stop = _plus(start, c.b.shape(part)[axis])
+    stop = start + c.b.shape(part)[axis]
     pieces = []
     if start != 0:
         pieces += _pieces(c, base, axis, 0, start)
@@ -216,7 +207,7 @@ def _pieces(c: Call, base: torch.fx.Node, axis: int, start: Dim, stop: Dim) -> l
             length = c.b.shape(part)[axis]
             if offset == start or inside:
                 inside.append(part)
-            offset = _plus(offset, length)
+            offset = offset + length
             bounds.append(offset)
             if offset == stop and inside:
                 return inside

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.fx
 
-from ..ir import Dim, Function, Sym, TensorType, UnsupportedError, site_of
+from ..ir import Dim, Function, Sym, TensorType, UnsupportedError
 from .aten import CORE
+from .sites import where
 
 A = torch.ops.aten
 
@@ -41,9 +42,7 @@ def check_traced(fn: Function) -> None:
     for node in fn.calls():
         problem = _problem(node)
         if problem:
-            site = site_of(node)
-            where = f"module {site.module} ({site.line})" if site else f"%{node.name}"
-            raise UnsupportedError(f"{where}: {node.target} {problem}; not supported yet")
+            raise UnsupportedError(f"{where(node)}: {node.target} {problem}; not supported yet")
 
 
 def _problem(node: torch.fx.Node) -> str:

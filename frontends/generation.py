@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ..ir import Defaults, InputError, ModelInfo
 from ..ir.plan.defaults import NEUTRAL
+from ..ir.support.files import read_json
 
 ASSETS = (
     "added_tokens.json",
@@ -33,6 +34,17 @@ Known: TypeAlias = Callable[[ModelInfo, Mapping[str, Path]], None]
 
 def nobody(info: ModelInfo, assets: Mapping[str, Path]) -> None:
     """A `Known` that wants to know nothing."""
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object in a file. Errors: `InputError`."""
+    try:
+        said = read_json(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    if not isinstance(said, dict):
+        raise InputError(f"{path}: expected an object, got a {type(said).__name__}")
+    return said
 
 
 def defaults_of(generation: Any) -> Defaults:

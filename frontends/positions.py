@@ -19,18 +19,17 @@ meets the tokens. So a step may begin at any position of each sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.fx
-from torch.fx.node import map_aggregate
 
 from ..ir import Dim, Sym, TensorType, UnsupportedError, Weight, derive, site_of, type_of
 from ..ir.rewrite.derived import tabulated_piece
 from ..ir.weights import piece
 from .importer import Imported
-from .regions import needed_for, reached_from
+from .regions import evaluated, needed_for, reached_from
+from .sites import where
 
 A = torch.ops.aten
 T = Sym("T")
@@ -79,14 +78,8 @@ def _rows(imported: Imported, node: torch.fx.Node, context: int) -> int:
     """Positions, up to the context, for which an embedding has rows; the first ones may be
     reserved, and where all tokens share one, nothing ends."""
     table, index = node.args
-    values: dict[torch.fx.Node, Any] = {}
-    for part in needed_for(index, {}):  # type: ignore[arg-type]
-        if part.op == "get_attr":
-            values[part] = imported.weights[str(part.target)].load()
-            continue
-        args, kwargs = _bind((part.args, part.kwargs), values, {"B": 1, "T": 2})
-        values[part] = part.target(*args, **kwargs)  # type: ignore[operator]
-    first, second = values[index].flatten()[:2].tolist()  # type: ignore[index]
+    rows = evaluated(index, imported.weights, {"B": 1, "T": 2})  # type: ignore[arg-type]
+    first, second = rows.flatten()[:2].tolist()
     return context if first == second else int(type_of(table).dims[0]) - first  # type: ignore
 
 
@@ -108,12 +101,10 @@ def _table(imported: Imported, node: torch.fx.Node, index: int, context: int) ->
     dims = type_of(node).dims
     if sum(dim == T for dim in dims) != 1 or any(_unclear(dim) for dim in dims):
         raise UnsupportedError(
-            f"{_at(node)}: {node.target} makes {type_of(node)} from the number of tokens; expected "
-            "one value for each position"
+            f"{where(node)}: {node.target} makes {type_of(node)} from the number of tokens; "
+            "expected one value for each position"
         )
-    width = 1
-    for dim in dims:
-        width *= dim if isinstance(dim, int) else 1
+    width = math.prod(dim for dim in dims if isinstance(dim, int))
     row = TensorType(type_of(node).dtype, (context, width))
     name = f"position.{index}"
     weight = tabulated_piece(name, row, node, imported.weights, "tokens", dims.index(T))
@@ -139,17 +130,6 @@ def _unclear(dim: Dim) -> bool:
     return isinstance(dim, Sym) and dim not in (T, Sym("B"))
 
 
-def _bind(arguments: Any, values: Mapping[torch.fx.Node, Any], sizes: Mapping[str, int]) -> Any:
-    """Arguments with values for nodes and numbers for symbols."""
-
-    def bound(arg: Any) -> Any:
-        if isinstance(arg, torch.fx.Node):
-            return values[arg]
-        return arg.evaluate(sizes.__getitem__) if isinstance(arg, Sym) else arg
-
-    return map_aggregate(arguments, bound)
-
-
 _ELEMENTWISE = (
     A.add.Tensor,
     A.sub.Tensor,
@@ -169,7 +149,7 @@ def _look_up(imported: Imported, node: torch.fx.Node, user: torch.fx.Node, table
     axis = padded.index(T)
     if user.target not in _ELEMENTWISE or axis == 0:
         raise UnsupportedError(
-            f"{_at(user)}: {user.target} uses a value that depends on positions; expected an "
+            f"{where(user)}: {user.target} uses a value that depends on positions; expected an "
             "elementwise op on [B,...,T,...]"
         )
     site = site_of(node)
@@ -184,8 +164,3 @@ def _look_up(imported: Imported, node: torch.fx.Node, user: torch.fx.Node, table
             order = [0, *range(2, axis + 1), 1, *range(axis + 1, len(padded))]
             value = fn.call(A.permute.default, value, order, site=site)
     user.replace_input_with(node, value)
-
-
-def _at(node: torch.fx.Node) -> str:
-    site = site_of(node)
-    return f"module {site.module} ({site.line})" if site else f"%{node.name}"

@@ -27,15 +27,16 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch.fx.node import map_aggregate
 
 from ..ir import Dim, Function, Site, Sym, UnsupportedError, Weight, site_of, type_of
 from .grouped_heads import repeats, ungrouped
 from .importer import Imported
-from .regions import needed_for, reached_from
+from .regions import evaluated, reached_from
+from .sites import where
 
 A, G = torch.ops.aten, torch.ops.graftwork
 _BATCH, _TOKENS = 2, 12
+_SIZES = {"B": _BATCH, "T": _TOKENS}
 _HIDDEN_BELOW = -1e4
 """Scores below this weigh nothing after a softmax; models mask with the dtype's minimum or -inf."""
 
@@ -94,13 +95,13 @@ def _find_scores(
         behind = next(iter(behind.users))
     products = [user for user in behind.users if user.target is A.matmul.default]
     if len(products) != 1 or products[0].args[0] is not behind:
-        raise UnsupportedError(f"{_at(softmax)}: a softmax over tokens that no values follow")
+        raise UnsupportedError(f"{where(softmax)}: a softmax over tokens that no values follow")
     before = softmax
     while before.target is not A.matmul.default:
         ahead = [arg for arg in before.all_input_nodes if arg in reach]
         if len(ahead) != 1:
             raise UnsupportedError(
-                f"{_at(softmax)}: cannot raise this attention: expected scores q k^T with masks "
+                f"{where(softmax)}: cannot raise this attention: expected scores q k^T with masks "
                 f"that need no tokens; {before.target} mixes {len(ahead)} values that do"
             )
         before = ahead[0]
@@ -140,30 +141,10 @@ def _describe(imported: Imported, scores: torch.fx.Node, end: torch.fx.Node) -> 
 def _run_between(
     imported: Imported, start: torch.fx.Node, end: torch.fx.Node, value: torch.Tensor
 ) -> torch.Tensor:
-    """The value of `end` when `start` has this value; only what is needed is computed.
-
-    Errors: `UnsupportedError` naming the op that torch cannot run.
-    """
-    sizes = {"B": _BATCH, "T": _TOKENS}
+    """The value of `end` when `start` has this value; only what is needed is computed."""
     positions = torch.arange(_TOKENS).expand(_BATCH, _TOKENS)
-    values: dict[torch.fx.Node, Any] = {start: value, imported.fn.input("positions"): positions}
-
-    def bound(arg: Any) -> Any:
-        if isinstance(arg, torch.fx.Node):
-            return values[arg]
-        return arg.evaluate(sizes.__getitem__) if isinstance(arg, Sym) else arg
-
-    for node in needed_for(end, values):
-        if node.op == "get_attr":
-            values[node] = imported.weights[str(node.target)].load()
-            continue
-        args, kwargs = map_aggregate(node.args, bound), map_aggregate(node.kwargs, bound)
-        try:
-            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        except RuntimeError as error:  # of types that torch traces and has no kernel for
-            raise UnsupportedError(f"{_at(node)}: cannot be run: {error}") from error
-    result: torch.Tensor = values[end]
-    return result
+    known = {start: value, imported.fn.input("positions"): positions}
+    return evaluated(end, imported.weights, _SIZES, known)
 
 
 def _recognise(outputs: list[torch.Tensor], node: torch.fx.Node) -> Scores:
@@ -172,13 +153,13 @@ def _recognise(outputs: list[torch.Tensor], node: torch.fx.Node) -> Scores:
     visible = zero[0, 0] > _HIDDEN_BELOW
     span = _span(visible, node)
     if not bool((((zero > _HIDDEN_BELOW) == visible) & ((one > _HIDDEN_BELOW) == visible)).all()):
-        raise UnsupportedError(f"{_at(node)}: the attention mask differs between heads or scores")
+        raise UnsupportedError(f"{where(node)}: the attention mask differs between heads or scores")
     gain = (one - zero)[:, :, visible]
     scale = float(gain.flatten().median())
     tolerance = 1e-2 * abs(scale)
     linear = (gain - scale).abs().max() < tolerance
     if not linear or ((zero - minus)[:, :, visible] - 2 * scale).abs().max() > 2 * tolerance:
-        raise UnsupportedError(f"{_at(node)}: scores are not scaled by one number before softmax")
+        raise UnsupportedError(f"{where(node)}: scores are not scaled by one number before softmax")
     return Scores(scale, span, _slopes(zero, visible, node))
 
 
@@ -193,7 +174,7 @@ def _span(visible: torch.Tensor, node: torch.fx.Node) -> dict[str, int]:
     if first and bool((visible == ((distance >= 0) & (distance <= steps[:, None] % first))).all()):
         return {"chunk": first}
     raise UnsupportedError(
-        f"{_at(node)}: the attention mask is neither causal nor a causal sliding window, "
+        f"{where(node)}: the attention mask is neither causal nor a causal sliding window, "
         f"nor causal in chunks"
     )
 
@@ -212,7 +193,7 @@ def _slopes(zero: torch.Tensor, visible: torch.Tensor, node: torch.fx.Node) -> t
     expected = slopes[:, None, None] * (steps[None, :] - steps[:, None])
     error = (bias - expected).masked_fill(~visible, 0.0).abs().max()
     if error > 1e-2 * bias.abs().max():
-        raise UnsupportedError(f"{_at(node)}: the bias of the attention scores is not ALiBi")
+        raise UnsupportedError(f"{where(node)}: the bias of the attention scores is not ALiBi")
     return slopes
 
 
@@ -221,7 +202,7 @@ def _raise_fused(imported: Imported, node: torch.fx.Node, reach: set[torch.fx.No
     described = Scores(1.0, {}, None)
     if mask is None and not causal:
         raise UnsupportedError(
-            f"{_at(node)}: scaled_dot_product_attention without a mask lets tokens see later "
+            f"{where(node)}: scaled_dot_product_attention without a mask lets tokens see later "
             "ones; expected is_causal=True or a causal mask"
         )
     if isinstance(mask, torch.fx.Node):
@@ -239,7 +220,7 @@ def _raise_fused(imported: Imported, node: torch.fx.Node, reach: set[torch.fx.No
 def _masked(imported: Imported, mask: torch.fx.Node, reach: set[torch.fx.Node]) -> Scores:
     """What an explicit mask (boolean, or added to the scores) does."""
     if mask in reach:
-        raise UnsupportedError(f"{_at(mask)}: the attention mask depends on the tokens")
+        raise UnsupportedError(f"{where(mask)}: the attention mask depends on the tokens")
     value = _run_between(imported, imported.fn.input("tokens"), mask, torch.zeros(0))
     if value.dtype == torch.bool:
         value = torch.zeros(value.shape).masked_fill(~value, float("-inf"))
@@ -292,7 +273,7 @@ def _heads(q: torch.fx.Node) -> Dim:
     rows = type_of(q).dims[0]
     heads = rows.bind({"B": 1}) if isinstance(rows, Sym) else rows
     if not isinstance(heads, int) or rows != Sym("B") * heads:
-        raise UnsupportedError(f"{_at(q)}: cannot tell the heads in {type_of(q)}")
+        raise UnsupportedError(f"{where(q)}: cannot tell the heads in {type_of(q)}")
     return heads
 
 
@@ -318,10 +299,4 @@ def _permute(fn: Function, x: torch.fx.Node, axes: list[int]) -> torch.fx.Node:
 
 
 def _concrete(dims: tuple[Dim, ...]) -> list[int]:
-    values = {"B": _BATCH, "T": _TOKENS}
-    return [int(d.bind(values)) if isinstance(d, Sym) else d for d in dims]  # type: ignore[arg-type]
-
-
-def _at(node: torch.fx.Node) -> str:
-    site = site_of(node)
-    return f"module {site.module} ({site.line})" if site else f"%{node.name}"
+    return [int(d.bind(_SIZES)) if isinstance(d, Sym) else d for d in dims]  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 import torch.fx
 
-from ..ir import NOWHERE, Site
+from ..ir import NOWHERE, Site, site_of
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
@@ -20,6 +20,12 @@ def site_of_trace(node: torch.fx.Node, root: str) -> Site:
     module = paths[-1] if paths else ""
     site = Site(module, layer_of(module), _line(node.meta.get("stack_trace") or ""))
     return site or NOWHERE
+
+
+def where(node: torch.fx.Node) -> str:
+    """Where a node comes from, for messages: its module and line, or its name."""
+    site = site_of(node)
+    return f"module {site.module} ({site.line})" if site else f"%{node.name}"
 
 
 def strip_root(path: str, root: str) -> str:

@@ -86,14 +86,6 @@ class Sizes:
         """All dims of a traced tensor."""
         return [self.dim(size) for size in tensor.shape]
 
-    def value(self, item: Any) -> Any:
-        """A traced argument with its symbolic integers translated, also inside lists."""
-        if isinstance(item, torch.SymInt):
-            return self.dim(item)
-        if isinstance(item, Sequence) and not isinstance(item, str):
-            return [self.value(part) for part in item]
-        return item
-
 
 def _is_extremum(expr: Any) -> bool:
     return expr.func.__name__ in ("Max", "Min")

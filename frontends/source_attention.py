@@ -18,18 +18,17 @@ same is left out. Refuses other biases, naming module and line.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.fx
 from torch import Tensor
-from torch.fx.node import map_aggregate
 
-from ..ir import Function, Sym, UnsupportedError, Weight, arguments, site_of
+from ..ir import Function, UnsupportedError, Weight, arguments, site_of
 from ..ir.ops import Sample, op
 from ..ir.plan.inputs import INPUTS
 from .importer import Imported
-from .regions import needed_for, reached_from
+from .regions import evaluated, reached_from
+from .sites import where
 
 G = torch.ops.graftwork
 
@@ -74,7 +73,7 @@ def settle_attention(imported: Imported, context: int) -> None:
         bias = arguments(node)["bias"]
         if bias is not None and bias not in tables:
             if bias in reach:
-                raise UnsupportedError(f"{_at(node)}: the attention bias depends on the tokens")
+                raise UnsupportedError(f"{where(node)}: the attention bias depends on the tokens")
             tables[bias] = _table(imported, bias, context, len(tables))
         _settle(imported.fn, node, tables.get(bias))
     imported.fn.graph.eliminate_dead_code()
@@ -100,13 +99,14 @@ def _settle(fn: Function, node: torch.fx.Node, table: Weight | None) -> None:
 
 def _table(imported: Imported, bias: torch.fx.Node, context: int, index: int) -> Weight | None:
     """The bias [H,2R+1] by distance; None for no bias at all."""
-    value = _run(imported, bias, context).detach()
+    sizes = {"B": 1, "T": context, "N": context}
+    value = evaluated(bias, imported.weights, sizes).detach()
     if not bool(value.any()):
         return None
     value = value.expand(1, -1, context, context)[0]
     if not torch.equal(value[:, 1:, 1:], value[:, :-1, :-1]):
         raise UnsupportedError(
-            f"{_at(bias)}: the bias of the attention scores depends on more than the distance of "
+            f"{where(bias)}: the bias of the attention scores depends on more than the distance of "
             "two tokens; not supported yet"
         )
     earlier, later = value[:, :, 0], value[:, 0, :]  # keys 0, 1, ... before, and behind, a query
@@ -121,30 +121,3 @@ def _reach(values: Tensor) -> int:
     """The distance from which on values [H,N] stay the same; at least 1."""
     differs = (values != values[:, -1:]).any(0).nonzero()
     return max(int(differs[-1]) + 1, 1) if len(differs) else 1
-
-
-def _run(imported: Imported, end: torch.fx.Node, context: int) -> Tensor:
-    """The value of a node that needs no tokens, for so many of them."""
-    sizes = {"B": 1, "T": context, "N": context}
-    values: dict[torch.fx.Node, Any] = {}
-
-    def bound(arg: Any) -> Any:
-        if isinstance(arg, torch.fx.Node):
-            return values[arg]
-        return arg.evaluate(sizes.__getitem__) if isinstance(arg, Sym) else arg
-
-    for node in needed_for(end, {}):
-        if node.op == "get_attr":
-            values[node] = imported.weights[str(node.target)].load()
-        elif node.op == "call_function":
-            args, kwargs = map_aggregate(node.args, bound), map_aggregate(node.kwargs, bound)
-            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        else:
-            raise UnsupportedError(f"{_at(end)}: the attention bias depends on {node.target}")
-    result: Tensor = values[end]
-    return result
-
-
-def _at(node: torch.fx.Node) -> str:
-    site = site_of(node)
-    return f"module {site.module} ({site.line})" if site else f"%{node.name}"

@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import PurePath
@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from ..ir import GraftworkError, Sym, TensorType, UnsupportedError
+from ..ir import GraftworkError, Sym, TensorType, UnsupportedError, Weight
 from .importer import INPUTS
 
 _SIZES = {"B": 2, "T": 11, "N": 13}
@@ -201,6 +201,22 @@ def first_names(model: nn.Module) -> dict[str, str]:
         *model.named_buffers(remove_duplicate=False),
     ]
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def weights_of(model: nn.Module, twin: nn.Module) -> Callable[[str], Weight]:
+    """What gives the weight for each parameter or buffer of a twin, by its path: the model's own
+    tensor, parameters in the twin's dtypes."""
+    held: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    held.update(model.named_buffers(remove_duplicate=False))
+    wanted = {name: p.dtype for name, p in twin.named_parameters(remove_duplicate=False)}
+    first = first_names(twin)
+
+    def weight_of(name: str) -> Weight:
+        name = first[name]
+        tensor = held[name].detach()
+        return Weight.of(name, tensor).cast(wanted.get(name, tensor.dtype))
+
+    return weight_of
 
 
 def _explain(name: str, wrapper: nn.Module, error: BaseException) -> str:

@@ -72,11 +72,16 @@ def lower(
     simplify_views(fn)  # attention's output comes back as a transpose of what the next op wants
     if native:
         read_fed_rows(fn)
+    finish(fn, native, refused)
+    return program.replace(functions={name: fn}, weights=weights, stage=STAGE).pruned()
+
+
+def finish(fn: Function, native: bool = False, refused: Guard | None = None) -> None:
+    """Leave nothing but ops that have rows, each value worked out once. See `lower`."""
     decompose(fn, native, refused)
     simplify_views(fn)
     merge_equal(fn)
     sweep(fn)
-    return program.replace(functions={name: fn}, weights=weights, stage=STAGE).pruned()
 
 
 def erase_markers(fn: Function) -> None:
@@ -112,4 +117,4 @@ def piece_of(fn: Function) -> int | None:
     return BLOCK if all(alone) else SHORT_BLOCK
 
 
-__all__ = ["STAGE", "Variant", "has_states", "lower", "piece_of"]
+__all__ = ["STAGE", "Variant", "finish", "has_states", "lower", "piece_of"]

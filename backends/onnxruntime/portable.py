@@ -46,8 +46,7 @@ from ...ir.rewrite.cleanup import merge_equal, sweep
 from ...ir.types import Dim, TensorType
 from .attention import SEQLENS, TOTAL, lower_attention
 from .calls import source_of
-from .decompose import decompose
-from .lower import drop_ancestors, erase_markers
+from .lower import drop_ancestors, erase_markers, finish
 from .norms import fuse_norms
 from .views import simplify_views
 
@@ -100,7 +99,7 @@ def portable(program: Program, *, plain: bool = False, contrib: bool = True) -> 
         )
     if not plain:
         _refuse_more(program)
-    if plain:
+    else:
         # What drafts, or runs in parts, has states that are nothing of the step's.
         own = {name: state for name, state in program.states.items() if step.has_input(name)}
         program = program.replace(states=own)
@@ -124,10 +123,7 @@ def portable(program: Program, *, plain: bool = False, contrib: bool = True) -> 
     if contrib:
         fuse_norms(fn)
     simplify_views(fn)
-    decompose(fn)
-    simplify_views(fn)
-    merge_equal(fn)
-    sweep(fn)
+    finish(fn)
     _rename(fn, program, layers)
     return Portable(fn, weights.only(fn.weights), not concatenates, shapes)
 
@@ -147,10 +143,7 @@ def concatenated(program: Program, name: str, contrib: bool = False) -> Program:
     if contrib:
         fuse_norms(fn)
     simplify_views(fn)
-    decompose(fn)
-    simplify_views(fn)
-    merge_equal(fn)
-    sweep(fn)
+    finish(fn)
     return program.replace(functions={name: fn}).pruned()
 
 

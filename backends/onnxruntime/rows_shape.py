@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
+from operator import mul
 from typing import Any
 
 import onnx_ir as oir
 import torch
 
-from ...ir import Dim, Sym
+from ...ir import Dim
 from .emit import Emitter, row, type_of
 from .rows_elementwise import operand
 
@@ -106,7 +107,7 @@ def repeat(e: Emitter, x: oir.Value, repeats: Sequence[Dim]) -> Any:
 def repeat_interleave(e: Emitter, x: oir.Value, repeats: int, dim: int | None, *_: Any) -> Any:
     have: tuple[Dim, ...] = _dims(x)
     if dim is None:
-        x, have, dim = e.op("Reshape", x, e.const([-1], I64)), (_product(have),), 0
+        x, have, dim = e.op("Reshape", x, e.const([-1], I64)), (reduce(mul, have, 1),), 0
     axis = _axis(dim, len(have))
     spread = e.op("Unsqueeze", x, e.const([axis + 1], I64))
     wide = (*have[: axis + 1], repeats, *have[axis + 1 :])
@@ -114,13 +115,6 @@ def repeat_interleave(e: Emitter, x: oir.Value, repeats: int, dim: int | None, *
     ones[axis + 1] = repeats
     copied = e.op("Expand", spread, e.const(ones, I64))
     return e.reshape(copied, wide, e.type().dims)
-
-
-def _product(dims: Sequence[Dim]) -> Dim:
-    total: Dim = 1
-    for dim in dims:
-        total = dim * total if isinstance(dim, Sym) else (total * dim)
-    return total
 
 
 # -- pieces

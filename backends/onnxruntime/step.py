@@ -192,22 +192,17 @@ class Step:
                 updates.append((state, self.states.spare(name)))
                 state = updates[-1][1]
             _bind(binding.bind_output, self.targets[name], state, self.states.device.type)
-        if not self.records:
-            wide = self.stream is None and sizes.get("B", 1) * sizes.get("T", 1) >= WIDE
-            how = giving_back() if wide else None
-            return Bound(binding, tuple(feeds), outputs, staging, tuple(updates), how)
-        bound = Bound(
-            binding, tuple(feeds), outputs, staging, tuple(updates), as_graph(self._number(copy))
-        )
-        if not copy:
+        wide = self.stream is None and sizes.get("B", 1) * sizes.get("T", 1) >= WIDE
+        how = giving_back() if wide and not self.records else None
+        again = self.records and not copy  # on the same memory: a graph, with a number of its own
+        self.recorded += again
+        if self.records:
+            how = as_graph(self.recorded if again else None)
+        bound = Bound(binding, tuple(feeds), outputs, staging, tuple(updates), how)
+        if again:
             release = self.session.release_captured_graph
             weakref.finalize(bound, release, self.recorded).atexit = False
         return bound
-
-    def _number(self, copy: bool) -> int | None:
-        """A new number of a graph, for calls that come again on the same memory."""
-        self.recorded += not copy
-        return None if copy else self.recorded
 
     def _reserve(self, types: Mapping[str, TensorType]) -> None:
         """Memory for all of these; what is bound to memory that is too small is forgotten.

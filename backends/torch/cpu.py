@@ -106,11 +106,7 @@ def embedding(weight: Tensor, index: Tensor, *options: Any) -> Tensor:
 
 def index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     """`aten.index`, its indices checked, which may count from the end."""
-    checked = [
-        None if part is None else _inside(part, x.shape[axis], signed=True)
-        for axis, part in enumerate(indices)
-    ]
-    found: Tensor = A.index.Tensor(x, checked)
+    found: Tensor = A.index.Tensor(x, _all_inside(x, indices))
     return found
 
 
@@ -118,12 +114,15 @@ def index_put(
     x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> Tensor:
     """`aten.index_put`, its indices checked as those of `index`."""
-    checked = [
+    found: Tensor = A.index_put.default(x, _all_inside(x, indices), values, accumulate)
+    return found
+
+
+def _all_inside(x: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [
         None if part is None else _inside(part, x.shape[axis], signed=True)
         for axis, part in enumerate(indices)
     ]
-    found: Tensor = A.index_put.default(x, checked, values, accumulate)
-    return found
 
 
 def along_axis(op: Any) -> Row:

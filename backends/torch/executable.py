@@ -71,11 +71,6 @@ class TorchExecutable(StatefulExecutable):
         self.open_axes: dict[str, OpenAxes] = {}
 
     @property
-    def epoch(self) -> int:
-        """Counts the times that the states were given other memory."""
-        return self.buffers.epoch
-
-    @property
     def states(self) -> dict[str, torch.Tensor]:
         """The states by name."""
         return self.buffers.tensors
@@ -179,7 +174,8 @@ class TorchExecutable(StatefulExecutable):
     ) -> HeldCall:
         """The call; its kernels alone, where a compiled step is nothing else."""
         # RepeatedCall calls do not keep the executable alive.
-        return RepeatedCall(weakref.ref(self), function, dict(inputs), tuple(fetch))
+        replayed = weakref.WeakMethod(self.replayed)
+        return RepeatedCall(replayed, self.buffers, function, dict(inputs), tuple(fetch))
 
     def replayed(
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
@@ -222,9 +218,9 @@ class TorchExecutable(StatefulExecutable):
         key = self._key(function, inputs, fetch)
         if self._version(key) not in self.compiled:
             return self.run(function, inputs, fetch), None
-        if self.captured_epoch != self.epoch:
+        if self.captured_epoch != self.buffers.epoch:
             self.captured.clear()
-            self.captured_epoch = self.epoch
+            self.captured_epoch = self.buffers.epoch
         step = self.captured.get(key)
         if step is None:
             start = perf_counter()

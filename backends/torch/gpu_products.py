@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -151,15 +152,8 @@ def few_bits(
 
 
 @few_bits.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    offset: Tensor | None,
-    codebook: Tensor | None,
-    bits: int,
-) -> Tensor:
-    return _planned(x, weight, scale, offset, codebook, bits)[2]
+def _(*operands: Any) -> Tensor:
+    return _planned(*operands)[2]
 
 
 def _planned(
@@ -190,9 +184,7 @@ def _planned(
     tokens = x.shape[1]
     like = torch.empty((tokens, columns), device="meta")
     book = codebook.float() if few and codebook is not None else codebook
-    all_ops()["quantized_linear"].declared.check(
-        like, weight, scale, offset, book, None, bits, group
-    )
+    check_quantized_linear(like, weight, scale, offset, book, None, bits, group)
     how = units(bits, group, columns)
     if how is None:
         raise InputError(f"graftwork_gpu.few_bits: no units hold {bits} bits in groups of {group}")

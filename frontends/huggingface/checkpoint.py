@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -164,19 +164,17 @@ class Checkpoint:
             return name, None
         return found
 
-    @property
+    @cached_property
     def _transforms(self) -> tuple[list[Any], list[Any]]:
         """transformers' renamings and converters for this model."""
-        if not hasattr(self, "_cached_transforms"):
-            from transformers.conversion_mapping import get_model_conversion_mapping
-            from transformers.core_model_loading import WeightConverter
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter
 
-            rules = get_model_conversion_mapping(self.twin)
-            converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-            self._cached_transforms = ([r for r in rules if r not in converters], converters)
-        return self._cached_transforms
+        rules = get_model_conversion_mapping(self.twin)
+        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        return [rule for rule in rules if rule not in converters], converters
 
-    @property
+    @cached_property
     def _rules(self) -> dict[str, Any]:
         return {pattern: rule for rule in self._transforms[1] for pattern in rule.source_patterns}
 
@@ -242,7 +240,8 @@ class Checkpoint:
                     f"configuration asks for {expected}"
                 )
             return held.renamed(name).cast(expected.dtype)
-        made = Call(partial(self._convert, recipe, name, expected.dtype))
+        parts = [weight for _, weight in recipe.parts]
+        made = Call(partial(self._made, recipe, name, parts, expected.dtype))
         return _joined(recipe, name, expected) or Weight(name, expected, made)
 
     def stored(self) -> dict[str, StoredWeight]:
@@ -289,24 +288,19 @@ class Checkpoint:
                 continue
             made = TensorType(single[0].type.dtype, (experts, *type.dims))
             fakes = [torch.empty(part.type.shape, device="meta") for part in single]
-            if not self._gives(recipe, name, fakes, made):
+            try:
+                fits = self._converted(recipe, name, fakes).shape == made.shape
+            except (
+                Exception
+            ):  # rules may ask for the sizes of floats; they raise whatever they like
                 return None
-            stacked = Call(partial(self._stacked, recipe, name, single))
-            parts[field_] = Weight(f"{name}.{field_}", made, stacked)
+            if not fits:
+                return None
+            stacked = partial(self._made, recipe, name, single, made.dtype)
+            parts[field_] = Weight(f"{name}.{field_}", made, Call(stacked))
         weight, scales = parts["weight"], parts["scale"]
         assert weight is not None and scales is not None
         return StoredWeight(numeric, weight, scales, parts["offset"], rounded=stored[0].rounded)
-
-    def _stacked(self, recipe: _Recipe, name: str, parts: Sequence[Weight]) -> torch.Tensor:
-        return self._converted(recipe, name, (part.load() for part in parts))
-
-    def _gives(
-        self, recipe: _Recipe, name: str, tensors: Iterable[torch.Tensor], wanted: TensorType
-    ) -> bool:
-        try:
-            return self._converted(recipe, name, tensors).shape == wanted.shape
-        except Exception:  # rules may ask for the sizes of floats; they raise whatever they like
-            return False
 
     def _check_rows(self, name: str) -> None:
         module = self.twin.get_submodule(name.rpartition(".")[0])
@@ -317,9 +311,11 @@ class Checkpoint:
                 f"expected a Linear or an Embedding"
             )
 
-    def _convert(self, recipe: _Recipe, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Load the parts of a converted parameter and let transformers put them together."""
-        return self._converted(recipe, name, (w.load() for _, w in recipe.parts)).to(dtype)
+    def _made(
+        self, recipe: _Recipe, name: str, parts: Sequence[Weight], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """What a rule makes of a weight for each part, loaded."""
+        return self._converted(recipe, name, (part.load() for part in parts)).to(dtype)
 
     def _converted(
         self, recipe: _Recipe, name: str, tensors: Iterable[torch.Tensor]

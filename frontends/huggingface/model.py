@@ -14,9 +14,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...ir import InputError, ModelInfo, Program, TensorType, UnsupportedError, Weight
-from ...ir.support.files import LARGE, SMALL, open_regular, read_json
+from ...ir.support.files import LARGE, SMALL, open_regular
 from ...ir.support.tokenizer import refusing
-from ..generation import ASSETS, Known, defaults_of, nobody
+from ..generation import ASSETS, Known, defaults_of, nobody, read_object
 from ..importer import INPUTS, LOGITS
 from ..program import build_program
 from ..stored_weights import StoredWeight, keep_stored
@@ -26,6 +26,7 @@ from ..trace import (
     first_names,
     parameters_without_data,
     twin_of,
+    weights_of,
 )
 from .checkpoint import Checkpoint, Tensors, opened, tensors_of
 from .experts import prepare_experts
@@ -141,17 +142,8 @@ def import_object(model: PreTrainedModel, dtype: torch.dtype | None = None) -> P
     mode = fake_mode()
     twin = twin_of(model, mode, dtype)
     _keep_float32(twin, mode, dtype)
-    held: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    held.update(model.named_buffers(remove_duplicate=False))
-    wanted = {name: p.dtype for name, p in twin.named_parameters(remove_duplicate=False)}
-    first = first_names(twin)
-
-    def weight_of(name: str) -> Weight:
-        name = first[name]
-        tensor = held[name].detach()
-        return Weight.of(name, tensor).cast(wanted.get(name, tensor.dtype))
-
-    return traced(twin, mode, weight_of, getattr(model, "generation_config", None), {})
+    generation = getattr(model, "generation_config", None)
+    return traced(twin, mode, weights_of(model, twin), generation, {})
 
 
 def check_files(folder: Path) -> None:
@@ -192,13 +184,7 @@ def read_config(folder: Path) -> Any:
 
 def _check_settings(path: Path) -> None:
     """What transformers takes for granted. Errors: `InputError`."""
-    try:
-        said = read_json(path)
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {path}: {error}") from error
-    if not isinstance(said, dict):
-        raise InputError(f"{path}: expected an object, got a {type(said).__name__}")
-    quantized = said.get("quantization_config")
+    quantized = read_object(path).get("quantization_config")
     if quantized is not None and not isinstance(quantized, dict):
         raise InputError(f"{path}: quantization_config: expected an object, got {quantized!r:.100}")
 

@@ -14,17 +14,16 @@ from typing import Any
 
 import onnx_ir as oir
 import torch
-from torch import nn
 
 from ...ir import InputError, ModelInfo, Program, UnsupportedError
 from ...ir.support.names import shown
-from ..generation import ASSETS, Known, defaults_of, nobody
+from ..generation import ASSETS, Known, defaults_of, nobody, read_object
 from ..importer import import_exported
 from ..program import build_program
 from ..stored_weights import keep_stored
 from ..trace import export, fake_mode
 from .graph_module import GraphModule
-from .reader import CONFIG, genai_config, model_file, read_model, read_object, section
+from .reader import CONFIG, genai_config, model_file, read_model, section
 
 _CONTEXT = 2048
 """Positions, where nothing says how many there are."""
@@ -47,21 +46,9 @@ def import_onnx(path: Path, dtype: torch.dtype | None = None, known: Known = nob
     name = f"{file.name} ({info.model_type})"
     with mode:
         _run_once(module, name)
-    exported = export(_Wrapper(module), mode, info.context, name)
-    imported = import_exported(exported, "model", lambda key: module.weights[key])
+    exported = export(module, mode, info.context, name)
+    imported = import_exported(exported, "", lambda key: module.weights[key])
     return keep_stored(build_program(info.model_type, imported, info, assets), module.stored)
-
-
-class _Wrapper(nn.Module):
-    """Token ids and positions [B,T] to logits [B,T,V]."""
-
-    def __init__(self, model: GraphModule) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.model(tokens, positions)
-        return logits
 
 
 def _run_once(module: GraphModule, name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -322,19 +323,21 @@ def rms_norm(c: Context, x: Value, scale: Value, *_: Value) -> Any:
     return made
 
 
+op("SimplifiedLayerNormalization", domain=MICROSOFT)(rms_norm)
+
+
 def _epsilon(c: Context, default: float) -> float:
     return written(c.attribute("epsilon", default))
 
 
-@op("SimplifiedLayerNormalization", domain=MICROSOFT)
-def simplified(c: Context, x: Value, scale: Value) -> Any:
-    return rms_norm(c, x, scale)
+def _skipped(x: Value, skip: Value, bias: Value) -> torch.Tensor:
+    total = tensor(x) + tensor(skip)
+    return total if bias is None else total + tensor(bias)
 
 
 @op("SkipSimplifiedLayerNormalization", domain=MICROSOFT)
 def skip_rms_norm(c: Context, x: Value, skip: Value, scale: Value, bias: Value = None) -> Any:
-    total = tensor(x) + tensor(skip)
-    total = total if bias is None else total + tensor(bias)
+    total = _skipped(x, skip, bias)
     return G.rms_norm(total, tensor(scale), eps=_epsilon(c, 1e-5)), None, None, total
 
 
@@ -342,8 +345,7 @@ def skip_rms_norm(c: Context, x: Value, skip: Value, scale: Value, bias: Value =
 def skip_layer_norm(
     c: Context, x: Value, skip: Value, scale: Value, shift: Value = None, bias: Value = None
 ) -> Any:
-    total = tensor(x) + tensor(skip)
-    total = total if bias is None else total + tensor(bias)
+    total = _skipped(x, skip, bias)
     added = None if shift is None else tensor(shift)
     return G.layer_norm(total, tensor(scale), added, eps=_epsilon(c, 1e-5)), None, None, total
 
@@ -353,9 +355,7 @@ def gelu(c: Context, x: Value) -> Value:
     return F.gelu(tensor(x), approximate=c.attribute("approximate", "none"))
 
 
-@op("Gelu", domain=MICROSOFT)
-def fused_gelu(c: Context, x: Value) -> Value:
-    return F.gelu(tensor(x))
+op("Gelu", domain=MICROSOFT)(gelu)
 
 
 @op("FastGelu", domain=MICROSOFT)
@@ -364,13 +364,10 @@ def fast_gelu(c: Context, x: Value, bias: Value = None) -> Value:
     return F.gelu(y, approximate="tanh")
 
 
-@op("QuickGelu", domain=MICROSOFT)
-def quick_gelu(c: Context, x: Value) -> Value:
-    alpha, y = c.attribute("alpha", 1.702), tensor(x)
+def _swish(c: Context, x: Value, usual: float) -> Value:
+    alpha, y = c.attribute("alpha", usual), tensor(x)
     return F.silu(y) if alpha == 1.0 else y * torch.sigmoid(alpha * y)
 
 
-@op("Swish")
-def swish(c: Context, x: Value) -> Value:
-    alpha, y = c.attribute("alpha", 1.0), tensor(x)
-    return F.silu(y) if alpha == 1.0 else y * torch.sigmoid(alpha * y)
+op("QuickGelu", domain=MICROSOFT)(partial(_swish, usual=1.702))
+op("Swish")(partial(_swish, usual=1.0))

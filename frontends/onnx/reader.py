@@ -15,8 +15,9 @@ import onnx_ir as oir
 from onnx_ir.passes.common import InlinePass
 
 from ...ir import InputError, UnsupportedError
-from ...ir.support.files import check_regular, plain_path, read_json
+from ...ir.support.files import check_regular, plain_path
 from ...ir.support.names import shown
+from ..generation import read_object
 
 MOST = 2**31 - 1
 """Bytes that a protocol buffer can have."""
@@ -69,17 +70,6 @@ def section(said: dict[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InputError(f"{CONFIG}: {name}: expected an object, got {shown(found)}")
     return found
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object in a file. Errors: `InputError`."""
-    try:
-        said = read_json(path)
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {path}: {error}") from error
-    if not isinstance(said, dict):
-        raise InputError(f"{path}: expected an object")
-    return said
 
 
 def _inside(folder: Path, name: str) -> Path:

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from ...ir import ModelInfo, Program, UnsupportedError, Weight
+from ...ir import ModelInfo, Program, UnsupportedError
 from ..importer import INPUTS, import_exported
 from ..program import build_program
-from ..trace import export, fake_mode, first_names, twin_of
+from ..trace import export, fake_mode, twin_of, weights_of
 
 _POSITIONS = ("positions", "position_ids", "pos_ids")
 _CONTEXT = (
@@ -44,16 +44,6 @@ def import_module(module: nn.Module, dtype: torch.dtype | None = None) -> Progra
     wrapper = _Wrapper(twin)
     taken = list(INPUTS.values())[: 2 if wrapper.positions else 1]
     exported = export(wrapper, mode, None, name, taken)
-    held: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    held.update(module.named_buffers(remove_duplicate=False))
-    wanted = {key: p.dtype for key, p in twin.named_parameters(remove_duplicate=False)}
-    first = first_names(twin)
-
-    def weight_of(key: str) -> Weight:
-        key = first[key]
-        tensor = held[key].detach()
-        return Weight.of(key, tensor).cast(wanted.get(key, tensor.dtype))
-
     info = ModelInfo(
         model_type=name,
         vocab_size=0,
@@ -62,7 +52,7 @@ def import_module(module: nn.Module, dtype: torch.dtype | None = None) -> Progra
         bos=next(iter(_tokens(module, "bos_token_id")), None),
         pad=next(iter(_tokens(module, "pad_token_id")), None),
     )
-    imported = import_exported(exported, "model", weight_of)
+    imported = import_exported(exported, "model", weights_of(module, twin))
     return build_program(name, imported, info, {})
 
 

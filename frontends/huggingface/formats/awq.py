@@ -71,12 +71,7 @@ class Awq(Format):
         groups, rows = sizes(scales)
         columns = sizes(module.tensor("qweight", INT))[0]
         group = columns if self.settings.group_size == -1 else self.settings.group_size
-        if group < 1 or groups * group != columns:
-            raise module.error(
-                "scales",
-                f"expected {columns / group:g} groups of {group} for {columns} input channels, got "
-                f"{scales.type}",
-            )
+        module.check_groups(scales, group, columns)
         if rows % _EACH:
             raise module.error("scales", f"expected a multiple of 8 outputs, got {scales.type}")
         codes = module.sized("qweight", INT, columns, rows // _EACH)

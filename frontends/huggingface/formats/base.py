@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -24,6 +25,7 @@ from ....ir.ops.numerics import Numeric
 from ....ir.support.discovery import import_all
 from ....ir.weights import from_safetensors, open_safetensors
 from ...stored_weights import StoredWeight
+from .moves import sizes
 
 
 class Settings(BaseModel):
@@ -82,6 +84,15 @@ class Module:
         """Errors: `UnsupportedError` for rows that the op cannot store so."""
         if why := numeric.refusal(columns):
             raise UnsupportedError(f"{self.folder}: {self.name} cannot be kept in its bits: {why}")
+
+    def check_groups(self, scales: Weight, group: int, columns: int) -> None:
+        """Errors: `InputError` for scales [G,N] of other groups than the columns have."""
+        if group < 1 or sizes(scales)[0] * group != columns:
+            raise self.error(
+                "scales",
+                f"expected {columns / max(group, 1):g} groups of {group} for {columns} input "
+                f"channels, got {scales.type}",
+            )
 
     def _known(self, part: str) -> None:
         if part not in self.files:
@@ -183,14 +194,14 @@ def read(
     for name, file in files.items():
         owner, part = _owner(name, parts)
         if owner not in modules:
-            found[name] = _opening(file, name)
+            found[name] = partial(from_safetensors, file, name)
         elif part == format.mark:
             of_it = {p: files[f"{owner}.{p}"] for p in parts if f"{owner}.{p}" in files}
             weight, target = format.stored(Module(folder, owner, of_it)), f"{owner}.weight"
             if isinstance(weight, StoredWeight):
                 stored[target] = weight
                 weight = weight.values(target)
-            found[target] = _being(weight)
+            found[target] = lambda weight=weight: weight
     return found, stored
 
 
@@ -200,11 +211,3 @@ def _owner(name: str, parts: frozenset[str]) -> tuple[str, str]:
         if name.endswith(f".{part}"):
             return name.removesuffix(f".{part}"), part
     return "", name
-
-
-def _opening(file: Path, name: str) -> Callable[[], Weight]:
-    return lambda: from_safetensors(file, name)
-
-
-def _being(weight: Weight) -> Callable[[], Weight]:
-    return lambda: weight

@@ -86,12 +86,7 @@ class Gptq(Format):
         groups, rows = sizes(scales)
         columns = self._columns(module, groups)
         group = columns if self.settings.group_size == -1 else self.settings.group_size
-        if groups * group != columns:
-            raise module.error(
-                "scales",
-                f"expected {columns / group:g} groups of {group} for {columns} input channels, got "
-                f"{scales.type}",
-            )
+        module.check_groups(scales, group, columns)
         codes = module.sized("qweight", INT, sizes(module.tensor("qweight", INT))[0], rows)
         order = self._order(module, columns, group)
         affine = self._is_affine(module, groups, rows)
