@@ -21,19 +21,19 @@ draft is kept as far as it says what was chosen, so it changes no token, sampled
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as oir
 import torch
 
-from ...ir import LOG, Program, UnsupportedError
+from ...ir import Program, UnsupportedError
 from ...ir.plan import DecodePlan, Whole
 from .attention import SEQLENS, TOTAL
+from .carried import Carried
 from .chains_in_graph import CHAINS, Stepped
 from .depths_in_graph import DEPTHS, called, run_step
-from .emit import DTYPES, IR_VERSION, OPSETS, Emitted
+from .emit import IR_VERSION, OPSETS, Emitted
 from .graph_builder import BOOL, I64, GraphBuilder
 from .loop_limits import check_loop
 from .lower import piece_of
@@ -98,8 +98,12 @@ class _Generation:
         wanted = {best, "hidden", "drafted", *scores}  # of what drafts read, all but exits' states
         self.steps = Steps(self.functions, frozenset(wanted))
         fns = [self.functions.of(name) for name in names]
-        self.states = [n for n in program.states if any(n in fn.outputs for fn in fns)]
-        self.numbers = DEPTHS[type(depth)].carries
+        states = [n for n in program.states if any(n in fn.outputs for fn in fns)]
+        # Caches may begin empty where they are concatenated, or where GroupQueryAttention makes
+        # them as long as it must, as long as no row is taken back.
+        kernel = not self.alone and not head.calls(G.cache_write.default)
+        grows = kernel or self.concatenates
+        self.carried = Carried(program, states, DEPTHS[type(depth)].carries, grows)
         self.spare = program.plan.step.fed(argmax=True)[1]
         opsets = OPSETS if contrib else {"": OPSETS[""]}
         self.g = GraphBuilder("generate", opsets)
@@ -132,62 +136,7 @@ class _Generation:
         info = self.program.info
         return info.pad if info.pad is not None else next(iter(info.eos), 0)
 
-    @cached_property
-    def grows(self) -> bool:
-        """Whether caches may begin empty: they are concatenated, or GroupQueryAttention makes them
-        as long as it must, as long as no row is taken back."""
-        step = self.functions.of(called(self.program)[-1])
-        kernel = not self.alone and not step.calls(G.cache_write.default)
-        return kernel or self.concatenates
-
     # -- the step
-
-    def empty(self, g: GraphBuilder, batch: oir.Value, rows: oir.Value) -> list[Any]:
-        """States before anything was fed. rows: room for so many, where they do not grow."""
-        states = [self.program.states[name] for name in self.states]
-        sizes = {LOG: g.const(max(self.program.plan.columns, 1))}
-        room = g.const(0) if self.grows else rows
-        made = []
-        for name, state in zip(self.states, states, strict=True):
-            with g.within(name):
-                made.append(g.zeros(state.type, {"B": batch, str(state.capacity): room, **sizes}))
-        return made
-
-    def carried(self, body: GraphBuilder) -> Values:
-        """The body's inputs for what a step leaves to the next."""
-        states = {
-            name: body.input(name, DTYPES[self.program.states[name].type.dtype], self.dims(name))
-            for name in self.states
-        }
-        return states | {name: body.input(name, I64, []) for name in self.numbers}
-
-    def begun(self, g: GraphBuilder, batch: oir.Value, rows: oir.Value) -> list[Any]:
-        """What `carried` begins with."""
-        numbers = [g.const(value) for value in self.numbers.values()]
-        return [*self.empty(g, batch, rows), *numbers]
-
-    def leave(self, body: GraphBuilder, values: Values) -> None:
-        """The body's outputs for what `carried` takes up."""
-        for name in self.states:
-            dtype = DTYPES[self.program.states[name].type.dtype]
-            body.output(f"{name}_next", values[name], dtype, None)
-        for name in self.numbers:
-            body.output(f"{name}_next", values[name], I64, [])
-
-    def dims(self, name: str) -> list[int | str]:
-        """A state's dims; its rows may be others every time."""
-        rows = self.program.states[name].capacity
-        dims = self.program.states[name].type.dims
-        return [
-            d if isinstance(d, int) else f"{name}.rows" if str(d) == rows else str(d) for d in dims
-        ]
-
-    def cut(self, g: GraphBuilder, name: str, value: oir.Value, rows: oir.Value) -> Any:
-        """A state's first rows."""
-        state = self.program.states[name]
-        axis = [str(dim) for dim in state.type.dims].index(str(state.capacity))
-        with g.within(name):
-            return g.slice(value, None, rows, axis)
 
     def given(
         self, g: GraphBuilder, tokens: oir.Value, past: oir.Value, select: oir.Value
@@ -278,20 +227,19 @@ class _Generation:
             seen = body.input("seen", BOOL, ["batch_size", self.program.info.vocab_size])
             draw = Draw(body.op("Gather", draws, body.vector(turn), axis=1), seen)
             start.append(self.seen_in_prompts(g))
-        values = {**read, **self.carried(body)}
-        name = called(self.program)[-1]
+        values = {**read, **self.carried.inputs(body)}
         given = self.given(body, tokens, past, chosen)
         if self.concatenates:
             # Padding behind a prompt stays in the caches, unseen.
             mask = body.input(MASK, I64, ["batch_size", "rows"])
             real = body.op("LessOrEqual", body.range(body.const(0), body.size(tokens, 1)), chosen)
             given[MASK] = body.op("Concat", mask, body.cast(real, I64), axis=1)
-        values = {**values, **self.steps.call(name, given)(body, values)}
+        values |= self.steps.call(called(self.program)[-1], given)(body, values)
         begins = body.op("Equal", turn, body.const(0))
         with body.within("choose"):
             new = self.choose(body, values, chosen, draw, begins)
-        new = body.op("Squeeze", new, body.const([1]))
-        fed = body.op("Add", body.op("Squeeze", chosen, body.const([1])), body.const(1))
+        new, fed = (body.op("Squeeze", value, body.const([1])) for value in (new, chosen))
+        fed = body.op("Add", fed, body.const(1))
         grown = body.op("Where", through, past, body.op("Add", past, fed))
         full = body.op("GreaterOrEqual", grown, body.const(context - 1))
         new = self.rules.begun(body, new, begins, body.size(tokens, 1))
@@ -300,8 +248,8 @@ class _Generation:
         token = body.op("Where", through, body.const(self.pad), new)
         done = body.op("Or", through, body.op("Or", self.ends(body, token), full))
         more = body.cast(body.op("Not", through), I64)
-        still = body.op("Greater", body.total(body.op("Not", done), 0), body.const(0))
-        body.output("still", still, BOOL, [])
+        left = body.total(body.op("Not", done), 0)
+        body.output("still", body.op("Greater", left, body.const(0)), BOOL, [])
         after = body.op("Unsqueeze", token, body.const([1]))
         body.output("tokens_next", after, I64, None)
         body.output("past_next", grown, I64, None)
@@ -310,8 +258,8 @@ class _Generation:
         body.output("counts_next", body.op("Add", counts, more), I64, None)
         if draw is not None:
             body.output("seen_next", body.marked(draw.seen, after), BOOL, None)
-        self.leave(body, values)
-        start += self.begun(g, batch, rows)
+        self.carried.outputs(body, values)
+        start += self.carried.start(g, batch, rows)
         if self.concatenates:
             body.output("mask_next", given[MASK], I64, None)
             start.append(g.op("Expand", g.const([[0]]), g.vector(batch, g.const(0))))
@@ -349,10 +297,10 @@ class _Generation:
             source = self.source.of(each, index)
             read = self.source.alone(each, index, source)
             source = source if self.source.readable else None
-        body = self.chain_body(each, length, limit, own, read, source)
+        body = self.chain_body(each, _Text(length, limit, own, read, source))
         step, draft = self.program.plan.columns + 2, each.none_of(prompt)
         rows = each.op("Add", limit, each.const(step + self.spare))
-        values = self.begun(each, each.const(1), rows)
+        values = self.carried.start(each, each.const(1), rows)
         going = each.op("Less", length, limit)
         passes = self.most
         if self.piece is not None:
@@ -369,23 +317,14 @@ class _Generation:
         tokens, counts = g.loop(each, g.size(self.ids, 0), None, [])
         return tokens, counts
 
-    def chain_body(
-        self,
-        each: GraphBuilder,
-        length: oir.Value,
-        limit: oir.Value,
-        draws: Any,
-        read: Values,
-        source: oir.Value | None,
-    ) -> GraphBuilder:
-        """A pass of one sequence: feed what is new and the draft, keep what agrees, draft. read:
-        what states hold of its source; source: the tokens of that, where drafts may copy them."""
+    def chain_body(self, each: GraphBuilder, of: _Text) -> GraphBuilder:
+        """A pass of one sequence: feed what is new and the draft, keep what agrees, draft."""
         g = each.body("generate.pass")
         one = g.const(1)
         text = g.input("text", I64, ["text"])
         draft = g.input("draft", I64, ["drafted"])
         past = g.input("past", I64, [])
-        values = {**read, **self.carried(g)}
+        values = {**of.read, **self.carried.inputs(g)}
         new, count = g.slice(text, past, None), g.size(draft, 0)
         if self.piece is not None:
             new = g.slice(new, None, g.const(self.piece))
@@ -406,65 +345,94 @@ class _Generation:
         if self.concatenates:
             rows = g.op("Add", past, g.size(tokens, 1))
             given[MASK] = g.op("Expand", g.const([[1]]), g.vector(g.const(1), rows))
-            cut = [name for name in self.states if self.program.states[name].grows]
-            values |= {name: self.cut(g, name, values[name], past) for name in cut}
+            values |= self.carried.cut(g, values, past)
         if self.program.recurrent:
             given["certain"] = g.vector(g.size(new, 0))  # all but the draft
-        step = self.fed(g, given, past, count, length, limit)
+        step = of.fed(g, given, past, count)
         values = run_step(g, self.steps, step, values)
-        with g.within("draw"):
-            draw = None if draws is None else self.draw(g, text, draft, length, draws)
-        with g.within("choose"):
-            found = self.choose(g, values, select, draw, step.first)
-            chosen = g.op("Squeeze", found, g.const([0]))
-            chosen = self.rules.begun(g, chosen, step.first, length)
+        chosen = self.chosen(g, of, text, draft, values, select, step.first)
         with g.within("verify"):
             accepted = g.leading(g.op("Equal", draft, g.slice(chosen, None, count)))
             gained = g.slice(chosen, None, after_all(g.op("Add", accepted, one), g.const(0)))
+        grown, ended = self.grown(g, of, text, gained)
+        size = g.size(grown, 0)
+        room = g.op("Max", g.op("Sub", g.op("Sub", of.limit, size), one), g.const(0))
+        room = after_all(room, g.const(0))
+        column = g.op("Add", first, accepted)
+        stepped = Stepped(grown, of.source, column, room, values, self.functions, self.given)
+        record = self.program.plan.draft
+        with g.within("draft"):
+            chain, values = CHAINS[type(record)].draft(g, record, stepped)
+        goes = g.op("And", g.op("Not", ended), g.op("Less", size, of.limit))
+        g.output("goes", goes, BOOL, [])
+        g.output("text_next", grown, I64, None)
+        g.output("draft_next", g.slice(chain, None, room), I64, None)
+        g.output("past_next", after_all(g.op("Sub", size, one), reached), I64, [])
+        self.carried.outputs(g, values)
+        return g
+
+    def chosen(
+        self,
+        g: GraphBuilder,
+        of: _Text,
+        text: oir.Value,
+        draft: oir.Value,
+        values: Values,
+        select: oir.Value,
+        first: oir.Value,
+    ) -> Any:
+        """The tokens i64[D+1] behind the text and behind each token of the draft. first: whether
+        they are the first new ones."""
+        with g.within("draw"):
+            draw = of.draw(g, text, draft, self.program.info.vocab_size)
+        with g.within("choose"):
+            found = self.choose(g, values, select, draw, first)
+            return self.rules.begun(g, g.op("Squeeze", found, g.const([0])), first, of.length)
+
+    def grown(
+        self, g: GraphBuilder, of: _Text, text: oir.Value, gained: oir.Value
+    ) -> tuple[Any, Any]:
+        """The text with what it has gained up to its end, and whether that is there, bool[]."""
         ends = self.ends(g, gained)
         with g.within("keep"):
             before = g.op("Sub", g.op("CumSum", g.cast(ends, I64), g.const(0)), g.cast(ends, I64))
             kept = g.total(g.op("Equal", before, g.const(0)), 0)
             ended = g.op("Greater", g.total(ends, 0), g.const(0))
             grown = g.op("Concat", text, g.slice(gained, None, kept), axis=0)
-        size = g.size(grown, 0)
         if self.rules.last is not None:
-            full = g.op("Equal", g.range(one, g.op("Add", size, one)), limit)
-            grown = self.rules.ended(g, grown, full)
-        room = g.op("Max", g.op("Sub", g.op("Sub", limit, size), one), g.const(0))
-        room = after_all(room, g.const(0))
-        column = g.op("Add", first, accepted)
-        stepped = Stepped(grown, source, column, room, values, self.functions, self.given)
-        record = self.program.plan.draft
-        with g.within("draft"):
-            chain, values = CHAINS[type(record)].draft(g, record, stepped)
-        goes = g.op("And", g.op("Not", ended), g.op("Less", size, limit))
-        g.output("goes", goes, BOOL, [])
-        g.output("text_next", grown, I64, None)
-        g.output("draft_next", g.slice(chain, None, room), I64, None)
-        g.output("past_next", after_all(g.op("Sub", size, one), reached), I64, [])
-        self.leave(g, values)
-        return g
+            places = g.range(g.const(1), g.op("Add", g.size(grown, 0), g.const(1)))
+            grown = self.rules.ended(g, grown, g.op("Equal", places, of.limit))
+        return grown, ended
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A sequence that is written alone. length: of its prompt, i64[]. limit: its tokens at most,
+    i64[]. draws: f32[max_new], None where nothing is sampled. read: what states hold of its source.
+    source: the tokens of that, where drafts may copy them."""
+
+    length: oir.Value
+    limit: oir.Value
+    draws: Any
+    read: Values
+    source: oir.Value | None
 
     def fed(
-        self,
-        g: GraphBuilder,
-        given: Mapping[str, oir.Value],
-        past: oir.Value,
-        count: oir.Value,
-        length: oir.Value,
-        limit: oir.Value,
+        self, g: GraphBuilder, given: Mapping[str, oir.Value], past: oir.Value, count: oir.Value
     ) -> Fed:
-        """What a step of one sequence is fed."""
-        first, alone = g.op("Less", past, length), g.op("Equal", count, g.const(0))
+        """What a step with `count` i64[] drafted tokens is fed."""
+        first, alone = g.op("Less", past, self.length), g.op("Equal", count, g.const(0))
         lone = g.op("And", g.op("Not", first), alone)
-        return Fed(given, first, lone, g.op("Sub", past, length), g.op("Sub", limit, length))
+        place, most = (g.op("Sub", end, self.length) for end in (past, self.limit))
+        return Fed(given, first, lone, place, most)
 
     def draw(
-        self, g: GraphBuilder, text: oir.Value, draft: oir.Value, length: oir.Value, draws: Any
-    ) -> Draw:
+        self, g: GraphBuilder, text: oir.Value, draft: oir.Value, vocabulary: int
+    ) -> Draw | None:
         """What decides the tokens behind the text and behind each token of the draft."""
-        begun = g.op("Sub", g.size(text, 0), length)
+        if self.draws is None:
+            return None
+        begun = g.op("Sub", g.size(text, 0), self.length)
         until = g.op("Add", g.op("Add", begun, g.size(draft, 0)), g.const(1))
-        seen = seen_after(g, text, draft, self.program.info.vocab_size)
-        return Draw(g.op("Unsqueeze", g.slice(draws, begun, until), g.const([0])), seen)
+        seen = seen_after(g, text, draft, vocabulary)
+        return Draw(g.op("Unsqueeze", g.slice(self.draws, begun, until), g.const([0])), seen)

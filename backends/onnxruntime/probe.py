@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -32,15 +33,10 @@ def signed_weights_are_exact() -> bool:
     saturates; unsigned weights are then the fast exact ones.
     """
     rows, inner, columns = 8, 64, 32
-    a, b = oir.val("a"), oir.val("b")
-    a.dtype, a.shape = oir.DataType.UINT8, oir.Shape([rows, inner])
-    b.const_value = oir.tensor(np.full((inner, columns), 127, np.int8), name="b")
-    b.dtype, b.shape = oir.DataType.INT8, oir.Shape([inner, columns])
+    a = oir.val("a", oir.DataType.UINT8, [rows, inner])
+    b = _constant("b", np.full((inner, columns), 127, np.int8))
     node = oir.node("MatMulInteger", [a, b])
-    node.outputs[0].name = "out"
-    graph = oir.Graph([a], [node.outputs[0]], nodes=[node], opset_imports=OPSETS, name="probe")
-    graph.register_initializer(b)
-    model = oir.Model(graph, ir_version=IR_VERSION)
+    model = _model([node], [a], [b], oir.DataType.INT32, [rows, columns])
     got = _run(model, {"a": np.full((rows, inner), 255, np.uint8)}, Target())
     return bool((got[0] == 255 * 127 * inner).all())
 
@@ -81,17 +77,32 @@ _CUTS = [*((at, 1) for at in range(0, 71, 7)), (0, 2), (3, 3), (1, 5), (2, 8), (
 
 
 def _few_bits_model(stored: Any, scale: Any, bits: int, block: int) -> oir.Model:
-    x = oir.val("x", dtype=oir.DataType.FLOAT, shape=["M", stored.shape[1] * block])
-    weight, scales = oir.val("weight"), oir.val("scale")
-    weight.const_value = oir.tensor(stored, name="weight")
-    scales.const_value = oir.tensor(scale, name="scale")
+    x = oir.val("x", oir.DataType.FLOAT, ["M", stored.shape[1] * block])
+    constants = [_constant("weight", stored), _constant("scale", scale)]
     options = {"K": stored.shape[1] * block, "N": stored.shape[0], "bits": bits}
     options |= {"block_size": block, "accuracy_level": 4}
-    node = oir.node("MatMulNBits", [x, weight, scales], options, domain=MICROSOFT)
-    node.outputs[0].name = "out"
-    node.outputs[0].dtype, node.outputs[0].shape = oir.DataType.FLOAT, oir.Shape(["M", "N"])
-    graph = oir.Graph([x], [node.outputs[0]], nodes=[node], opset_imports=OPSETS, name="probe")
-    for value in (weight, scales):
+    node = oir.node("MatMulNBits", [x, *constants], options, domain=MICROSOFT)
+    return _model([node], [x], constants, oir.DataType.FLOAT, ["M", "N"])
+
+
+def _constant(name: str, array: Any) -> oir.Value:
+    tensor = oir.tensor(array, name=name)
+    return oir.val(name, tensor.dtype, list(array.shape), const_value=tensor)
+
+
+def _model(
+    nodes: Sequence[oir.Node],
+    inputs: Sequence[oir.Value],
+    constants: Sequence[oir.Value],
+    dtype: oir.DataType,
+    dims: Sequence[int | str],
+) -> oir.Model:
+    """A model of nodes, whose last value, of this type, is `out`."""
+    out = nodes[-1].outputs[0]
+    out.name, out.dtype, out.shape = "out", dtype, oir.Shape(dims)
+    opsets = {**OPSETS, **({OWN: 1} if nodes[-1].domain == OWN else {})}
+    graph = oir.Graph(inputs, [out], nodes=nodes, opset_imports=opsets, name="probe")
+    for value in constants:
         graph.register_initializer(value)
     return oir.Model(graph, ir_version=IR_VERSION)
 
@@ -106,14 +117,12 @@ def attention_kernel_works(device: str, dtype: torch.dtype, variant: Counted) ->
     args, kwargs = _tree_step()
     if variant == "chain":
         args = [*args[:7], None, *args[8:10]]
-    try:
+
+    def right() -> bool:
         got = _ran_alone(G.ort_gqa.default, args, kwargs, Target(device=device), dtype)
-    except Exception as error:  # the library's errors have no common base
-        reason = str(error).strip().partition("\n")[0]
-    else:
-        want = ort_gqa(*args, **kwargs)[0]
-        right = torch.allclose(got, want, rtol=3e-2, atol=3e-2)
-        reason = "" if right else "it gives wrong numbers"
+        return torch.allclose(got, ort_gqa(*args, **kwargs)[0], rtol=3e-2, atol=3e-2)
+
+    reason = _fault(right)
     if reason and device != "cpu":
         warnings.warn(
             f"attention in {str(dtype).removeprefix('torch.')}, in a step that is a {variant} of "
@@ -132,18 +141,17 @@ def mixtures_work(device: str, dtype: torch.dtype) -> bool:
     (On some GPUs the float32 one wants more shared memory than they have, and fails when it runs.)
     """
     x, logits, gate_up, down = _mixture()
-    where = Target(device=device)
-    try:
-        got = _run(_mixture_model(gate_up, down, dtype), {"x": x, "logits": logits}, where)
-    except Exception as error:  # the library's errors have no common base
-        reason = str(error).strip().partition("\n")[0]
-    else:
+
+    def right() -> bool:
+        model, where = _mixture_model(gate_up, down, dtype), Target(device=device)
+        got = _run(model, {"x": x, "logits": logits}, where)
         shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
         gates, ups = (np.einsum("nh,efh->nef", x, w) for w in (gate_up[:, ::2], gate_up[:, 1::2]))
         hidden = gates / (1 + np.exp(-gates)) * ups
         wanted = np.einsum("nef,ehf,ne->nh", hidden, down, shares)
-        right = np.allclose(got[0], wanted, rtol=3e-2, atol=3e-2)
-        reason = "" if right else "it gives wrong numbers"
+        return np.allclose(got[0], wanted, rtol=3e-2, atol=3e-2)
+
+    reason = _fault(right)
     if reason:
         warnings.warn(
             f"mixtures of experts in {str(dtype).removeprefix('torch.')} compute one expert after "
@@ -171,22 +179,14 @@ def _mixture_model(gate_up: Any, down: Any, dtype: torch.dtype) -> oir.Model:
     float_ = oir.DataType.FLOAT
     sizes = {"x": ["N", gate_up.shape[2]], "logits": ["N", len(gate_up)]}
     given = [oir.val(name, float_, dims) for name, dims in sizes.items()]
-    for name, array in (("gate_up", gate_up), ("down", down)):
-        tensor = oir.tensor(array, name=name)
-        given.append(oir.val(name, float_, list(array.shape), const_value=tensor))
-    casts = [oir.node("Cast", [value], {"to": DTYPES[dtype]}) for value in given]
+    constants = [_constant("gate_up", gate_up), _constant("down", down)]
+    casts = [oir.node("Cast", [value], {"to": DTYPES[dtype]}) for value in (*given, *constants)]
     x, logits, first, second = (cast.outputs[0] for cast in casts)
     options: dict[str, Any] = {"k": 2, "activation_type": "swiglu", "swiglu_fusion": 1}
     options |= {"normalize_routing_weights": 1, "activation_alpha": 1.0, "activation_beta": 0.0}
     mixture = oir.node("MoE", [x, logits, first, None, second], options, domain=MICROSOFT)
     last = oir.node("Cast", mixture.outputs, {"to": float_})
-    last.outputs[0].name = "out"
-    last.outputs[0].dtype, last.outputs[0].shape = float_, oir.Shape(sizes["x"])
-    nodes = [*casts, mixture, last]
-    graph = oir.Graph(given[:2], last.outputs, nodes=nodes, opset_imports=OPSETS, name="probe")
-    for value in given[2:]:
-        graph.register_initializer(value)
-    return oir.Model(graph, ir_version=IR_VERSION)
+    return _model([*casts, mixture, last], given, constants, float_, sizes["x"])
 
 
 def _ran_alone(
@@ -222,6 +222,24 @@ def own_attention_available() -> str:
     return _told("attention", _no_own_attention())
 
 
+def _fault(right: Callable[[], bool], *, native: bool = False) -> str:
+    """What is wrong with a kernel; "" if it runs and what it gives is right. native: it is ours."""
+    try:
+        if right():
+            return ""
+    except UnsupportedError as error:
+        return str(error)
+    except Exception as error:  # the library's errors have no common base
+        if native:
+            return f"this onnxruntime does not run ops of other libraries: {error}"
+        return str(error).strip().partition("\n")[0]
+    return (
+        "native kernels give wrong numbers in this onnxruntime"
+        if native
+        else "it gives wrong numbers"
+    )
+
+
 def _told(what: str, reason: str) -> str:
     """The reason, of which users are told if there is one."""
     if reason:
@@ -238,14 +256,12 @@ def _no_own_attention() -> str:
     args, kwargs = _tree_step()
     past = args[5].long() + 1 - args[0].shape[1]
     own = [*args[:5], past, *args[7:]]
-    try:
+
+    def right() -> bool:
         got = _ran_alone(G.ort_attend.default, own, kwargs, Target(), native=True)
-    except UnsupportedError as error:
-        return str(error)
-    except Exception as error:  # the library's errors have no common base
-        return f"this onnxruntime does not run ops of other libraries: {error}"
-    right = torch.allclose(got, ort_attend(*own, **kwargs)[0], rtol=1e-4, atol=1e-5)
-    return "" if right else "native kernels give wrong numbers in this onnxruntime"
+        return torch.allclose(got, ort_attend(*own, **kwargs)[0], rtol=1e-4, atol=1e-5)
+
+    return _fault(right, native=True)
 
 
 @lru_cache(maxsize=1)
@@ -268,32 +284,18 @@ def _no_quantized_ops() -> str:
     x = torch.arange(rows * columns).reshape(rows, columns).float() % 100
     x[:, 0] = 127
     want = x @ (q - 8).float().T * 0.25
-    try:
-        with_tiles = (tiles.pack(packed, bits=4, group=16), tiles.columns(scale))
-        operands = [tensor.numpy() for tensor in with_tiles]
-        got = _run(_own_product(operands, x, outputs), {"x": x.numpy()}, Target(), own_ops=True)[0]
-    except UnsupportedError as error:
-        return str(error)
-    except Exception as error:  # the library's errors have no common base
-        return f"this onnxruntime does not run ops of other libraries: {error}"
-    right = bool(np.array_equal(got, want.numpy()))
-    return "" if right else "native kernels give wrong numbers in this onnxruntime"
 
+    def right() -> bool:
+        with_tiles = {"packed": tiles.pack(packed, bits=4, group=16), "scale": tiles.columns(scale)}
+        constants = [_constant(name, tensor.numpy()) for name, tensor in with_tiles.items()]
+        given = oir.val("x", oir.DataType.FLOAT, list(x.shape))
+        sizes = {"bits": 4, "group": 16, "N": outputs}
+        node = oir.node("QuantizedLinear", [given, *constants], sizes, domain=OWN)
+        model = _model([node], [given], constants, oir.DataType.FLOAT, [rows, outputs])
+        got = _run(model, {"x": x.numpy()}, Target(), own_ops=True)[0]
+        return np.array_equal(got, want.numpy())
 
-def _own_product(operands: list[Any], x: torch.Tensor, outputs: int) -> oir.Model:
-    given = [oir.val("x", dtype=oir.DataType.FLOAT, shape=list(x.shape))]
-    for name, array in zip(("packed", "scale"), operands, strict=True):
-        tensor = oir.tensor(array, name=name)
-        given.append(oir.val(name, dtype=tensor.dtype, shape=list(array.shape), const_value=tensor))
-    sizes = {"bits": 4, "group": 16, "N": outputs}
-    node = oir.node("QuantizedLinear", given, sizes, domain=OWN)
-    node.outputs[0].name, node.outputs[0].dtype = "out", oir.DataType.FLOAT
-    graph = oir.Graph(
-        given[:1], node.outputs, nodes=[node], opset_imports={**OPSETS, OWN: 1}, name="probe"
-    )
-    for value in given[1:]:
-        graph.register_initializer(value)
-    return oir.Model(graph, ir_version=IR_VERSION)
+    return _fault(right, native=True)
 
 
 def _in_dtype(fn: Function, node: Any, dtype: torch.dtype) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,32 +22,6 @@ quantized_experts_kernel = Kernel("quantized_experts", SHARED)
 quantized_embedding_kernel = Kernel("quantized_embedding", SHARED)
 
 
-def _product(
-    op: str,
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    offset: Tensor | None,
-    bias: Tensor | None,
-    bits: int,
-    group: int,
-    outputs: int,
-) -> Operands:
-    """Operands of which those fit that every product has; L is the outputs of a tile."""
-    given = Operands(op)
-    given.fit_rows("x", x, "K", F32)
-    if outputs < 0:
-        raise InputError(f"{op}: there are no {outputs} outputs")
-    layout = tiles.Layout(outputs, given.sizes["K"], bits, group)
-    given.sizes.update(N=outputs, T=layout.tiles, G=layout.groups, B=layout.group_bytes)
-    given.sizes.update(L=tiles.OUTPUTS, Q=1 << bits)
-    given.fit("packed", packed, "TGB", torch.uint8)
-    given.fit("scale", scale, "TGL", half_or_float(scale))
-    given.fit("offset", offset, "TGL", half_or_float(offset))
-    given.fit("bias", bias, "N", F32)
-    return given
-
-
 def _fit_books(
     given: Operands, name: str, books: Tensor | None, dtype: torch.dtype, entries: int
 ) -> None:
@@ -60,60 +35,63 @@ def _fit_books(
     tiles.check_books(count, given.sizes["N"])
 
 
-def _quantized_linear(
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    offset: Tensor | None,
-    table: Tensor | None,
-    bias: Tensor | None,
-    bits: int,
-    group: int,
-    outputs: int,
-) -> Tensor:
-    given = _product("quantized_linear", x, packed, scale, offset, bias, bits, group, outputs)
-    _fit_books(given, "table", table, torch.int8, tiles.OUTPUTS)
-    if table is not None and (offset is not None or bits > tiles.MOST_LOOKED_UP):
-        raise InputError(
-            f"quantized_linear: a table goes with at most {tiles.MOST_LOOKED_UP} bits and no "
-            f"offset, got {bits} bits and {'no' if offset is None else 'an'} offset"
-        )
-    return x.new_empty((*x.shape[:-1], outputs))
+def _product(rounded: bool) -> Callable[..., Tensor]:
+    """What a product of rows with a weight in tiles returns. It checks the operands; L is the
+    outputs of a tile."""
+    op = "quantized_linear" if rounded else "float_linear"
+
+    def made(
+        x: Tensor,
+        packed: Tensor,
+        scale: Tensor,
+        offset: Tensor | None,
+        book: Tensor | None,
+        bias: Tensor | None,
+        bits: int,
+        group: int,
+        outputs: int,
+    ) -> Tensor:
+        given = Operands(op)
+        given.fit_rows("x", x, "K", F32)
+        if outputs < 0:
+            raise InputError(f"{op}: there are no {outputs} outputs")
+        layout = tiles.Layout(outputs, given.sizes["K"], bits, group)
+        given.sizes.update(N=outputs, T=layout.tiles, G=layout.groups, B=layout.group_bytes)
+        given.sizes.update(L=tiles.OUTPUTS, Q=1 << bits)
+        given.fit("packed", packed, "TGB", torch.uint8)
+        given.fit("scale", scale, "TGL", half_or_float(scale))
+        given.fit("offset", offset, "TGL", half_or_float(offset))
+        given.fit("bias", bias, "N", F32)
+        if rounded:
+            _fit_books(given, "table", book, torch.int8, tiles.OUTPUTS)
+        else:
+            _fit_books(given, "codebook", book, F32, 1 << bits)
+        if book is not None and offset is not None:
+            raise InputError(f"{op}: a {'table' if rounded else 'codebook'} goes with no offset")
+        if book is not None and rounded and bits > tiles.MOST_LOOKED_UP:
+            raise InputError(
+                f"{op}: a table goes with at most {tiles.MOST_LOOKED_UP} bits, got {bits} bits"
+            )
+        return x.new_empty((*x.shape[:-1], outputs))
+
+    return made
 
 
-@native_op(_quantized_linear)
+@native_op(_product(rounded=True))
 def quantized_linear(result: Tensor, *operands: Any) -> None:
     """`graftwork.quantized_linear`, rounded, of rows f32[..., K]: f32[..., N], the weight in tiles.
 
-    packed, scale, offset, table: as `tiles` makes them, scale and offset in float16 or float32,
-    their values for bits of the layout; bias f32[N]; outputs: N.
+    packed, scale, offset, book: as `tiles` makes them, scale and offset in float16 or float32,
+    their values for bits of the layout, the book a table; bias f32[N]; outputs: N.
     """
     _multiply(quantized_linear_kernel, result, *operands)
 
 
-def _float_linear(
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    offset: Tensor | None,
-    codebook: Tensor | None,
-    bias: Tensor | None,
-    bits: int,
-    group: int,
-    outputs: int,
-) -> Tensor:
-    given = _product("float_linear", x, packed, scale, offset, bias, bits, group, outputs)
-    _fit_books(given, "codebook", codebook, F32, 1 << bits)
-    if offset is not None and codebook is not None:
-        raise InputError("float_linear: a codebook goes with no offset")
-    return x.new_empty((*x.shape[:-1], outputs))
-
-
-@native_op(_float_linear)
+@native_op(_product(rounded=False))
 def float_linear(result: Tensor, *operands: Any) -> None:
     """`graftwork.quantized_linear`, not rounded, of rows f32[..., K]: f32[..., N].
 
-    packed, scale, offset, codebook: as `tiles.tiled_table` makes them; bias f32[N]; outputs: N.
+    packed, scale, offset, book: as `tiles.tiled_table` makes them; bias f32[N]; outputs: N.
     Sums are taken in one order: a row has the same bits whatever is beside it.
     """
     _multiply(float_linear_kernel, result, *operands)
