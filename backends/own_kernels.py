@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 
 from ..ir.ops import OpDef, all_ops
-from ..ir.ops.declared import parts
+from ..ir.support.errors import InputError
+from .cached_library import SHARED, library
 
 
 @functools.cache
@@ -14,10 +16,37 @@ def own_ops() -> tuple[OpDef, ...]:
     return tuple(op for op in all_ops().values() if op.native is not None)
 
 
+class Entries(ctypes.Structure):
+    """See `Kernel` in `kernels/door.h`."""
+
+    with_threads: int
+    members: int
+    _fields_ = (
+        ("with_threads", ctypes.c_void_p),
+        ("with_team", ctypes.c_void_p),
+        ("members", ctypes.c_int64),
+    )
+
+
+@functools.cache
+def entries(name: str) -> Entries:
+    """The entries of the kernel of an op of this name. Errors: as `library`, and `InputError` for a
+    kernel of another number of members than the op declares."""
+    op, found = all_ops()[name], Entries.in_dll(library(SHARED), f"{name}_kernel")
+    assert op.native is not None
+    told = len(op.declared.names) + len(op.declared.results) + len(op.native.sizes)
+    if found.members != told:
+        raise InputError(
+            f"{name}: its kernel has {found.members} members, and the declaration says {told}: "
+            f"{len(op.declared.names)} operands and options, {len(op.declared.results)} results "
+            f"and the sizes {op.native.sizes!r}"
+        )
+    return found
+
+
 def floats(op: OpDef) -> tuple[str, ...]:
     """The operands of any floating dtype, which kernels take in float32."""
-    found = (parts(item) for item in op.declared.items if ": " in item)
-    return tuple(name for name, kind, _ in found if kind in ("", "float"))
+    return tuple(name for name, kind, _ in op.declared.operands if kind in ("", "float"))
 
 
 def options(op: OpDef) -> dict[str, str]:

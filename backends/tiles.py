@@ -7,11 +7,11 @@ layout; torch and ONNX Runtime have the same one, and the same kernels.
 
 What is made of a weight u8[N, K*bits/8] with scales [N, K/group], T tiles, G groups:
 
-- `pack`: u8[T, G, B], the whole numbers;
-- `columns`: [T, G, 16], of scales, and likewise of offsets, in the dtype that they have;
-- `table`: i8[16], of a codebook of at most four bits, [32] if values stand in pairs, [S, ...] of
-  S codebooks of whole tiles. One of more bits is looked up while the weight is packed, which then
-  has eight bits (`kept_bits`), and neither table nor offset.
+- `tile_values`: u8[T, G, B], the whole numbers;
+- `tile_columns`: [T, G, 16], of scales, and likewise of offsets, in the dtype that they have;
+- `tile_table`: i8[16], of a codebook of at most four bits, [32] if values stand in pairs,
+  [S, ...] of S codebooks of whole tiles. One of more bits is looked up while the weight is
+  packed, which then has eight bits (`kept_bits`), and neither table nor offset.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Layout(NamedTuple):
 
 
 class Tiled(NamedTuple):
-    """Weights as kernels take them: what `pack`, `columns` and `table` make, when it is loaded.
+    """Weights as kernels take them: what the derivations here make, when it is loaded.
 
     bits: of `packed`. outputs: N.
     """
@@ -206,24 +206,6 @@ def _by_tile(scale: Weight, layout: Layout) -> Weight:
     return derive(f"{scale.name}.columns", sizes, tile_columns, scale)
 
 
-@derivation
-def tile_values(weight: Tensor, codebook: Tensor | None = None, *, bits: int, group: int) -> Tensor:
-    """See `pack`."""
-    return pack(weight, bits=bits, group=group, codebook=codebook)
-
-
-@derivation
-def tile_columns(scale: Tensor) -> Tensor:
-    """See `columns`."""
-    return columns(scale)
-
-
-@derivation
-def tile_table(codebook: Tensor, *, bits: int) -> Tensor:
-    """See `table`."""
-    return table(codebook, bits)
-
-
 def check_sizes(bits: int, group: int, columns: int) -> int:
     """The columns, if kernels take so many in groups of this size. Errors: `InputError`."""
     if bits not in BITS:
@@ -241,7 +223,8 @@ def kept_bits(bits: int, codebook: object) -> int:
     return bits if codebook is None or bits <= MOST_LOOKED_UP else 8
 
 
-def pack(weight: Tensor, *, bits: int, group: int, codebook: Tensor | None = None) -> Tensor:
+@derivation
+def tile_values(weight: Tensor, codebook: Tensor | None = None, *, bits: int, group: int) -> Tensor:
     """A weight u8[N, K*bits/8] as tiles u8[T, G, B], of `kept_bits`; codebook f32[2^bits].
 
     Errors: `InputError` for sizes that do not fit, or a codebook that is not of whole numbers in
@@ -270,7 +253,8 @@ def pack(weight: Tensor, *, bits: int, group: int, codebook: Tensor | None = Non
     return packed
 
 
-def columns(scale: Tensor) -> Tensor:
+@derivation
+def tile_columns(scale: Tensor) -> Tensor:
     """Scales, or offsets, [N, G] as [T, G, 16], zeros for outputs that are missing."""
     outputs, groups = scale.shape
     tiles = -(-outputs // OUTPUTS)
@@ -279,7 +263,8 @@ def columns(scale: Tensor) -> Tensor:
     return filled.view(tiles, OUTPUTS, groups).mT.contiguous()
 
 
-def table(codebook: Tensor, bits: int) -> Tensor:
+@derivation
+def tile_table(codebook: Tensor, *, bits: int) -> Tensor:
     """A codebook f32[2^bits] of at most four bits as a table i8[16], one of pairs f32[32] as
     i8[32], S of them f32[S,L] as i8[S,...].
 

@@ -30,17 +30,17 @@ class Weight(NamedTuple):
     def in_tiles(self) -> tuple[Tensor | None, ...]:
         """What a native kernel takes of it: packed, scale, offset, table, bias."""
         how = {"bits": self.bits, "group": self.group, "codebook": self.codebook}
-        offset = None if self.offset is None else tiles.columns(self.offset)
+        offset = None if self.offset is None else tiles.tile_columns(self.offset)
         looked_up = self.codebook is not None and self.bits <= 4
-        table = tiles.table(self.codebook, self.bits) if looked_up else None
-        packed = tiles.pack(self.packed, **how)
-        return packed, tiles.columns(self.scale), offset, table, self.bias
+        table = tiles.tile_table(self.codebook, bits=self.bits) if looked_up else None
+        packed = tiles.tile_values(self.packed, **how)
+        return packed, tiles.tile_columns(self.scale), offset, table, self.bias
 
     def table_in_tiles(self) -> tuple[Tensor | None, ...]:
         """What a native kernel takes to look rows up: packed, scale, offset, codebook."""
-        packed = tiles.pack(self.packed, bits=self.bits, group=self.group)
-        offset = None if self.offset is None else tiles.columns(self.offset)
-        return packed, tiles.columns(self.scale), offset, self.codebook
+        packed = tiles.tile_values(self.packed, bits=self.bits, group=self.group)
+        offset = None if self.offset is None else tiles.tile_columns(self.offset)
+        return packed, tiles.tile_columns(self.scale), offset, self.codebook
 
     @property
     def table_sizes(self) -> tuple[int, int, int]:

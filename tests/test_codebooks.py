@@ -79,10 +79,10 @@ def test_kernels_have_the_bits_of_the_meaning(processor, seed, numeric, groups, 
     book = weight.codebook
     x = torch.randn(count, numeric.group * groups)
     how = {"bits": numeric.bits, "group": numeric.group}
-    packed, scale = tiles.pack(weight.weight, **how), tiles.columns(weight.scale)
+    packed, scale = tiles.tile_values(weight.weight, **how), tiles.tile_columns(weight.scale)
     sizes = numeric.bits, numeric.group, len(weight.weight)
     found = native.quantized_linear(
-        x, packed, scale, None, tiles.table(book, numeric.bits), None, *sizes
+        x, packed, scale, None, tiles.tile_table(book, bits=numeric.bits), None, *sizes
     )
     assert torch.equal(found, quantized_linear(x, *weight, None, **how))
     floats = native.float_linear(x, packed, scale, None, book, None, *sizes)

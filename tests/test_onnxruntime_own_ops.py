@@ -125,7 +125,7 @@ def test_runs_of_several_threads_at_once_do_not_disturb_each_other(tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux what memory is what")
 def test_weights_stay_in_the_mapped_file(tmp_path):
     w = quantized.weight(0, 4096, 128, 32, 4, "symmetric", half=True)
-    packed = tiles.pack(w.packed, bits=4, group=128).nbytes
+    packed = tiles.tile_values(w.packed, bits=4, group=128).nbytes
     session_of(w, tmp_path, 1)  # what a session takes by itself
     x = torch.randn(1, 1, 4096)
     before = anonymous()
@@ -296,9 +296,9 @@ def test_a_runtime_that_takes_no_libraries_is_a_reason(asked_anew, monkeypatch):
 
 
 def test_wrong_numbers_are_a_reason(asked_anew, monkeypatch):
-    monkeypatch.setattr(probe.tiles, "columns", lambda scale: tiles_columns(scale) * 2)
+    monkeypatch.setattr(probe.tiles, "tile_columns", lambda scale: tiles_columns(scale) * 2)
     with pytest.warns(GraftworkWarning, match="wrong numbers"):
         assert probe.quantized_ops_available()
 
 
-tiles_columns = tiles.columns
+tiles_columns = tiles.tile_columns

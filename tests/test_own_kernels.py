@@ -10,9 +10,10 @@ import torch
 from test_own_attention import node
 
 from graftwork.backends.onnxruntime.own_ops import described, node_name
-from graftwork.backends.own_kernels import own_ops, zero_of
+from graftwork.backends.own_kernels import entries, own_ops, zero_of
 from graftwork.backends.torch.cpu import OWN
-from graftwork.ir.ops import OpDef
+from graftwork.ir import InputError, ops
+from graftwork.ir.ops import Native, OpDef
 
 OPS = own_ops()
 
@@ -33,6 +34,14 @@ def test_a_kernel_gives_the_meaning_and_the_same_bits_on_both_backends(op):
             torch.testing.assert_close(mine, meant, rtol=1e-4, atol=1e-5)
         if op.native.onnx:
             assert all(map(torch.equal, on_onnxruntime(op, arguments, options), got))
+
+
+def test_a_kernel_that_would_be_told_too_little_is_refused(monkeypatch):
+    (op,) = (op for op in OPS if op.name == "causal_conv_step")
+    less = dataclasses.replace(op, native=Native("BTDN"))
+    monkeypatch.setitem(ops._OPS, op.name, less)
+    with pytest.raises(InputError, match=r"has \d+ members.* results and the sizes 'BTDN'"):
+        entries.__wrapped__(op.name)
 
 
 def test_a_declaration_that_the_library_cannot_read_is_found_when_it_is_written():

@@ -262,7 +262,7 @@ def test_the_kernels_of_a_step_are_recorded_and_replayed():
     step(ids)
     results, recording = record(step, [ids], [])
     assert recording is not None
-    kernels = native.quantized_embedding_kernel, native.quantized_linear_kernel
+    kernels = native.quantized_embedding_kernel, native.product_kernel
     recorded = {address for address, _ in recording.calls}
     assert {kernel.address for kernel in kernels} <= recorded
     replay = Replay(recording, [ids, *step.weights])
@@ -326,9 +326,9 @@ def test_what_cannot_be_packed_is_refused():
     ):
         given = {"bits": 4, "group": 8, "codebook": None} | changes
         with pytest.raises(InputError, match=says):
-            tiles.pack(w.packed, **given)
-            tiles.table(given["codebook"], given["bits"])
+            tiles.tile_values(w.packed, **given)
+            tiles.tile_table(given["codebook"], bits=given["bits"])
     with pytest.raises(InputError, match="packed weights are its values"):
-        tiles.table(torch.zeros(256), 8)
+        tiles.tile_table(torch.zeros(256), bits=8)
     with pytest.raises(InputError, match="u8"):
-        tiles.pack(w.packed.to(torch.int8), bits=4, group=8)
+        tiles.tile_values(w.packed.to(torch.int8), bits=4, group=8)

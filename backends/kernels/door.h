@@ -34,10 +34,12 @@ struct Threads final : Team {
     }
 };
 
-// A kernel's entries. with_threads: takes the members, and a number of threads, one by one.
+// A kernel's entries, and how many members it takes (`backends/own_kernels.py` compares them with the
+// op's declaration). with_threads: takes the members, and a number of threads, one by one.
 struct Kernel {
     void (*with_threads)();
     void (*with_team)(const int64_t* members, const Team& team);
+    int64_t members;
 };
 
 template <class Given, void (*run)(const Given&, const Team&)>
@@ -63,8 +65,9 @@ struct Door {
         return &with_threads<place...>;
     }
     static Kernel entries() {
-        const auto places = std::make_index_sequence<sizeof(Given) / sizeof(int64_t)>();
-        return {reinterpret_cast<void (*)()>(entry(places)), with_team};
+        constexpr size_t count = sizeof(Given) / sizeof(int64_t);
+        const auto places = std::make_index_sequence<count>();
+        return {reinterpret_cast<void (*)()>(entry(places)), with_team, int64_t(count)};
     }
 };
 

@@ -24,14 +24,14 @@ void pack_tiles(
     pack(rows, values, tiles, N, K, group, bits, Threads(threads));
 }
 
-// y [rows, N] = x [rows, K] with weights in tiles. Of offset, table [books, length] and bias each may
-// be null.
-void quantized_linear(
+// y [rows, N] = x [rows, K] with weights in tiles. Of offset, book [books, length] and bias each may be
+// null. book: what stands for each q, int8_t if x is rounded, else float.
+void product(
     const float* x,
     const uint8_t* tiles,
     const void* scale,
     const void* offset,
-    const int8_t* table,
+    const void* book,
     const float* bias,
     float* y,
     int64_t rows,
@@ -43,36 +43,20 @@ void quantized_linear(
     int64_t half_offset,
     int64_t books,
     int64_t length,
+    int64_t rounded,
     int64_t threads) {
-    const Weights weights = {
-        tiles, scale, offset, table, bias, N, K, group, bits, half_scale != 0, half_offset != 0,
-        Books::of(books, length, 16, bits, group)};
-    products(weights, x, rows, y, Threads(threads));
-}
-
-// The same, x not rounded. values [books, length]: what stands for each q, or null.
-void float_linear(
-    const float* x,
-    const uint8_t* tiles,
-    const void* scale,
-    const void* offset,
-    const float* values,
-    const float* bias,
-    float* y,
-    int64_t rows,
-    int64_t N,
-    int64_t K,
-    int64_t group,
-    int64_t bits,
-    int64_t half_scale,
-    int64_t half_offset,
-    int64_t books,
-    int64_t length,
-    int64_t threads) {
-    const Table weights = {
-        tiles, scale, offset, values, N, K, group, bits, half_scale != 0, half_offset != 0,
-        Books::of(books, length, int64_t(1) << bits, bits, group)};
-    float_products(weights, bias, x, rows, y, Threads(threads));
+    const bool halves[] = {half_scale != 0, half_offset != 0};
+    const Books of = Books::of(books, length, rounded ? 16 : int64_t(1) << bits, bits, group);
+    if (rounded) {
+        const Weights weights = {
+            tiles, scale, offset, static_cast<const int8_t*>(book), bias, N, K, group, bits,
+            halves[0], halves[1], of};
+        return products(weights, x, rows, y, Threads(threads));
+    }
+    const Table table = {
+        tiles, scale, offset, static_cast<const float*>(book), N, K, group, bits, halves[0], halves[1],
+        of};
+    float_products(table, bias, x, rows, y, Threads(threads));
 }
 
 // y [count, choices, R]: rows with the weights of chosen experts. Of offset and bias each may be

@@ -12,7 +12,7 @@ from ...ir import types as ir_types
 from ...ir.ops import OpDef
 from ...ir.ops.declared import parts
 from ..cached_library import SHARED, library
-from ..own_kernels import own_ops, zero_of
+from ..own_kernels import entries, own_ops, zero_of
 from .emit import DTYPES
 
 
@@ -25,8 +25,8 @@ def own_library() -> str:
 def _declared(kernels: ctypes.CDLL) -> str:
     for op in own_ops():
         if op.native is not None and op.native.onnx:
-            entries = ctypes.byref(ctypes.c_void_p.in_dll(kernels, f"{op.name}_kernel"))
-            kernels.declare_op(node_name(op).encode(), described(op).encode(), entries)
+            found = ctypes.byref(entries(op.name))
+            kernels.declare_op(node_name(op).encode(), described(op).encode(), found)
     return kernels._name
 
 
@@ -37,9 +37,9 @@ def node_name(op: OpDef) -> str:
 
 def described(op: OpDef) -> str:
     """The op's declaration as `kernels/ort_declared.h` reads it."""
-    named = {name: (kind, axes) for name, kind, axes in map(parts, _operands(op))}
+    named = {name: kind for name, kind, _ in op.declared.operands}
     places = [name for name in op.declared.names if name in named]
-    elements = {name: _element(kind) for name, (kind, _) in named.items()}
+    elements = {name: _element(kind) for name, kind in named.items()}
     lines = []
     for argument in op.overload._schema.arguments[: len(places)]:
         absent = int(str(argument.type).startswith("Optional"))
@@ -57,10 +57,6 @@ def described(op: OpDef) -> str:
     for name, zero in zero_of(op).items():
         lines.append(f"{'number' if isinstance(zero, float) else 'whole'} {name}")
     return "\n".join(lines)
-
-
-def _operands(op: OpDef) -> list[str]:
-    return [item for item in op.declared.items if ": " in item]
 
 
 def _element(kind: str) -> int:

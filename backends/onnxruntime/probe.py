@@ -286,7 +286,10 @@ def _no_quantized_ops() -> str:
     want = x @ (q - 8).float().T * 0.25
 
     def right() -> bool:
-        with_tiles = {"packed": tiles.pack(packed, bits=4, group=16), "scale": tiles.columns(scale)}
+        with_tiles = {
+            "packed": tiles.tile_values(packed, bits=4, group=16),
+            "scale": tiles.tile_columns(scale),
+        }
         constants = [_constant(name, tensor.numpy()) for name, tensor in with_tiles.items()]
         given = oir.val("x", oir.DataType.FLOAT, list(x.shape))
         sizes = {"bits": 4, "group": 16, "N": outputs}

@@ -22,7 +22,7 @@ from ...ir.ops.operands import Operands
 from ..cached_library import SHARED, Sources
 from ..cached_library import library as library_of
 from ..faults import EXPECTED
-from ..own_kernels import floats, own_ops, zero_of
+from ..own_kernels import entries, floats, own_ops, zero_of
 
 KERNELS = Sources("kernels", Path(__file__).with_name("kernels"), shared=SHARED.folder)
 
@@ -61,13 +61,10 @@ class Kernel:
 class OwnKernel(Kernel):
     """The kernel of graftwork's op of a name, see `kernels/door.h`."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(f"{name}_kernel", SHARED)
-
     @property
     def address(self) -> int:
         """Where its code is."""
-        return ctypes.c_void_p.in_dll(library_of(self.sources), self.name).value or 0
+        return entries(self.name).with_threads
 
 
 class Run:

@@ -16,8 +16,7 @@ from .. import tiles
 from ..cached_library import SHARED
 from .native import F32, Kernel, native_op
 
-quantized_linear_kernel = Kernel("quantized_linear", SHARED)
-float_linear_kernel = Kernel("float_linear", SHARED)
+product_kernel = Kernel("product", SHARED)
 quantized_experts_kernel = Kernel("quantized_experts", SHARED)
 quantized_embedding_kernel = Kernel("quantized_embedding", SHARED)
 
@@ -84,7 +83,7 @@ def quantized_linear(result: Tensor, *operands: Any) -> None:
     packed, scale, offset, book: as `tiles` makes them, scale and offset in float16 or float32,
     their values for bits of the layout, the book a table; bias f32[N]; outputs: N.
     """
-    _multiply(quantized_linear_kernel, result, *operands)
+    _multiply(True, result, *operands)
 
 
 @native_op(_product(rounded=False))
@@ -94,15 +93,15 @@ def float_linear(result: Tensor, *operands: Any) -> None:
     packed, scale, offset, book: as `tiles.tiled_table` makes them; bias f32[N]; outputs: N.
     Sums are taken in one order: a row has the same bits whatever is beside it.
     """
-    _multiply(float_linear_kernel, result, *operands)
+    _multiply(False, result, *operands)
 
 
-def _multiply(kernel: Kernel, result: Tensor, *operands: Any) -> None:
+def _multiply(rounded: bool, result: Tensor, *operands: Any) -> None:
     x, packed, scale, offset, book, bias, bits, group, outputs = operands
     sizes = x.shape[:-1].numel(), outputs, x.shape[-1], group, bits
     how = _is_half(scale), _is_half(offset), *tiles.books_of(book)
     tensors = x, packed, scale, offset, book, bias, result
-    kernel(*tensors, *sizes, *how, torch.get_num_threads())
+    product_kernel(*tensors, *sizes, *how, rounded, torch.get_num_threads())
 
 
 def _quantized_experts(

@@ -133,8 +133,7 @@ def op(
 def _check_native(op: str, native: Native, declared: Declared) -> None:
     """Kernels get bare addresses and numbers, and check none of them. Errors: `InputError` for
     sizes that are not one letter each of the declaration, and for a cast of what is no operand."""
-    named = [parts(item) for item in declared.items if ": " in item]
-    axes = [axes for name, _, axes in named if name in declared.required]
+    axes = [axes for name, _, axes in declared.operands if name in declared.required]
     axes += [parts(result)[2] for result in declared.results]
     axes += [item[0] for item in declared.items if " = " in item]
     known = {letter for letter in "".join(axes) if letter.isupper()}

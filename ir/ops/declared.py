@@ -80,6 +80,11 @@ class Declared:
     bound: Callable[..., tuple[Any, ...]]
 
     @property
+    def operands(self) -> list[tuple[str, str, str]]:
+        """Name, kind and axes of what is declared of operands, in this order."""
+        return [parts(item) for item in self.items if ": " in item]
+
+    @property
     def required(self) -> list[str]:
         """The operands that may not be None."""
         return re.findall(r"Tensor (\w+)", self.schema)
