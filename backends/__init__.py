@@ -18,8 +18,6 @@ from .target import BACKENDS, Target
 
 __all__ = ["BACKENDS", "Target", "check_columns", "check_kernels", "compile"]
 
-_MODULES = {"eager": "torch", "torch": "torch", "onnxruntime": "onnxruntime"}
-
 
 def compile(program: Program, target: Target) -> Executable:
     """Lower a cached-stage program for a target and make it runnable.
@@ -35,6 +33,6 @@ def compile(program: Program, target: Target) -> Executable:
     check_columns(program, target)
     check_memory(program, target)
     check_constant_indices(program)
-    module = importlib.import_module(f"{__name__}.{_MODULES[target.backend]}")
+    module = importlib.import_module(f"{__name__}.{BACKENDS[target.backend]}")
     executable: Executable = module.compile(with_pictures(program), target)
     return executable

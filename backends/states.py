@@ -49,6 +49,11 @@ class _Group:
         """The axis of `data` that counts rows."""
         return self.type.dims.index(Sym(str(self.symbol))) + 1
 
+    @property
+    def own_row_axis(self) -> int:
+        """The axis of rows in what one sequence has of a state."""
+        return self.row_axis - 1 - (not self.together and self.row_axis > self.batch_axis)
+
     def of(self, states: Collection[str]) -> list[torch.Tensor]:
         """What these states hold of `data`, [some, *dims]: one tensor if it is all of it."""
         if all(name in states for name in self.names):
@@ -181,21 +186,21 @@ class StateBuffers:
     def _allocate(self, groups: Collection[_Group], kept: Mapping[str, int]) -> None:
         """New memory for these groups, with so many rows of the old."""
         with self.queued():
-            self._take_memory(groups, kept)
+            for group in groups:
+                self._take_memory(group, kept.get(str(group.symbol), 0))
+        self.spares = {}
         self.epoch += 1
 
-    def _take_memory(self, groups: Collection[_Group], kept: Mapping[str, int]) -> None:
-        for group in groups:
-            bound = group.type.bind(self.sizes)
-            # One unit at least: a dtype needs a stride of whole values, of no rows, too.
-            room = max(-(-bound.nbytes // _ALIGN), 1) * _ALIGN
-            memory = self._zeros(len(group.names), room)
-            data = memory[:, : bound.nbytes].view(bound.dtype).view(len(group.names), *bound.shape)
-            self.tensors.update(zip(group.names, map(_no_view, data, memory), strict=True))
-            if rows := kept.get(str(group.symbol)):
-                data.narrow(group.row_axis, 0, rows).copy_(group.data)
-            group.data = data
-        self.spares = {}
+    def _take_memory(self, group: _Group, rows: int) -> None:
+        bound = group.type.bind(self.sizes)
+        # One unit at least: a dtype needs a stride of whole values, of no rows, too.
+        room = max(-(-bound.nbytes // _ALIGN), 1) * _ALIGN
+        memory = self._zeros(len(group.names), room)
+        data = memory[:, : bound.nbytes].view(bound.dtype).view(len(group.names), *bound.shape)
+        self.tensors.update(zip(group.names, map(_no_view, data, memory), strict=True))
+        if rows:
+            data.narrow(group.row_axis, 0, rows).copy_(group.data)
+        group.data = data
 
     def spare(self, name: str) -> torch.Tensor:
         """Memory for the next value of a state, for whoever cannot write into it at once."""
@@ -214,21 +219,19 @@ class StateBuffers:
     def commit(self, states: Collection[str], past: torch.Tensor, source: torch.Tensor) -> None:
         """See `Executable.commit`."""
         with self.queued():
-            self._commit(states, past, source)
+            for sequence, path in enumerate(zip(past.tolist(), source.tolist(), strict=True)):
+                self._move(states, sequence, *path)
 
-    def _commit(self, states: Collection[str], past: torch.Tensor, source: torch.Tensor) -> None:
-        for sequence, (start, path) in enumerate(zip(past.tolist(), source.tolist(), strict=True)):
-            moved = [step for step, row in enumerate(path) if step != row]
-            if moved:  # rows before the first of them stay where they are
-                first = moved[0]
-                self._move(states, sequence, start + first, [start + row for row in path[first:]])
-
-    def _move(self, states: Collection[str], sequence: int, start: int, rows: list[int]) -> None:
+    def _move(self, states: Collection[str], sequence: int, past: int, path: list[int]) -> None:
+        first = next((step for step, row in enumerate(path) if step != row), None)
+        if first is None:  # rows before the first of them stay where they are
+            return
+        start, rows = past + first, [past + row for row in path[first:]]
         index = torch.tensor(rows, device=self.device)
         for group in self.groups:
             if group.symbol is None or group.together:
                 continue
-            axis = group.row_axis - (group.row_axis > group.batch_axis)
+            axis = group.own_row_axis + 1
             for data in group.of(states):
                 mine = data.select(group.batch_axis, sequence)
                 mine.narrow(axis, start, len(rows)).copy_(mine.index_select(axis, index))
@@ -252,8 +255,7 @@ class StateBuffers:
         for group in self.groups:
             for place, name in enumerate(group.names):
                 if name in rows:
-                    axis = self._row_axis(group)
-                    stop = start + rows[name].shape[axis]
+                    stop = start + rows[name].shape[group.own_row_axis]
                     there = self._rows(group, place, sequence, start, stop)
                     _check_alike(name, rows[name], there)
                     with self.queued():
@@ -272,11 +274,7 @@ class StateBuffers:
         whole = group.data[place]
         if not group.together:
             whole = whole.select(group.batch_axis - 1, sequence)
-        return whole.narrow(self._row_axis(group), start, stop - start)
-
-    def _row_axis(self, group: _Group) -> int:
-        """The axis of rows in what one sequence has of a state."""
-        return group.row_axis - 1 - (not group.together and group.row_axis > group.batch_axis)
+        return whole.narrow(group.own_row_axis, start, stop - start)
 
     def nbytes(self) -> int:
         """Bytes of all buffers."""

@@ -17,7 +17,9 @@ import torch
 
 from ..ir import InputError
 
-BACKENDS = ("eager", "torch", "onnxruntime")
+BACKENDS = {"eager": "torch", "torch": "torch", "onnxruntime": "onnxruntime"}
+"""The folder of each backend."""
+
 DEVICES = ("cpu", "cuda")
 MOST_COLUMNS = 128
 """As far as a step may reach beyond the context on every backend."""
@@ -44,7 +46,7 @@ class Target:
     columns: int | None = None
 
     def __post_init__(self) -> None:
-        _check("backend", self.backend, BACKENDS)
+        _check("backend", self.backend, tuple(BACKENDS))
         _check("device", self.device, DEVICES)
         if self.dtype not in DTYPES.values():
             raise InputError(f"target dtype: expected one of {', '.join(DTYPES)}; got {self.dtype}")
