@@ -13,7 +13,7 @@ from test_runtime_cached import padded
 from tiny import tiny_llama
 
 from graftwork.backends import Target, compile
-from graftwork.backends.onnxruntime.portable import refuse_ahead
+from graftwork.backends.onnxruntime.step_limits import refuse_ahead
 from graftwork.ir import PassError, Program, UnsupportedError, Weight, run
 from graftwork.ir.check.legality import misfit
 from graftwork.ir.ops.quantized_cache import stored_rows

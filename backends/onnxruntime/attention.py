@@ -38,7 +38,7 @@ from ...ir import Function, TensorType, WeightStore, arguments, derivation, deri
 from ...ir.ops.attention import SPANS
 from . import ops  # noqa: F401  (defines ort_gqa and ort_attend)
 from .calls import source_of
-from .views import TURNS, axis_order
+from .views import TURNS, axis_order, packed_of
 
 A = torch.ops.aten
 G = torch.ops.graftwork
@@ -319,7 +319,7 @@ class _Lowering:
         with fn.graph.inserting_before(found.node):
             counts = self.counts(found)
             pieces = [self.flat(x) for x in (found.query, found.key, found.value)]
-            packed = _packed(pieces)
+            packed = packed_of(pieces)
             parts: list[Any] = [packed, None, None] if packed is not None else list(pieces)
             tables: list[Any] = [None, None]
             if found.tables is not None:
@@ -354,50 +354,6 @@ class _Lowering:
         if reshaped and list(type_of(source_of(turned)).dims) == wanted:
             return source_of(turned)
         return self.fn.call(A.reshape.default, turned, wanted, site=site_of(x))
-
-
-def _packed(parts: list[torch.fx.Node]) -> torch.fx.Node | None:
-    """The value that query, key and value are the pieces of, in this order and completely."""
-    pieces = [piece for part in parts if (piece := _piece(part)) is not None]
-    if len(pieces) < len(parts):
-        return None
-    source, at = pieces[0][0], 0
-    for origin, start, end in pieces:
-        if origin is not source or start != at:
-            return None
-        at = end
-    return source if at == type_of(source).dims[-1] else None
-
-
-def _piece(node: torch.fx.Node) -> tuple[torch.fx.Node, int, int] | None:
-    """(source, start, end) of a node that is part of another along the last axis."""
-    if node.target is A.slice.Tensor:
-        return _sliced(node)
-    source: Any = node.args[0] if node.args else None
-    if not isinstance(source, torch.fx.Node) or not isinstance(source.meta["type"], tuple):
-        return None
-    if source.target not in (A.split_with_sizes.default, A.split.Tensor, A.chunk.default):
-        return None
-    if not _is_last_axis(source_of(source), arguments(source)["dim"]):
-        return None
-    sizes = [int(str(t.dims[-1])) for t in source.meta["type"]]
-    index = int(str(node.args[1]))
-    return source_of(source), sum(sizes[:index]), sum(sizes[: index + 1])
-
-
-def _sliced(node: torch.fx.Node) -> tuple[torch.fx.Node, int, int] | None:
-    given = arguments(node)
-    source, start = given["self"], given["start"] or 0
-    width, size = type_of(source).dims[-1], type_of(node).dims[-1]
-    if not (isinstance(width, int) and isinstance(size, int) and isinstance(start, int)):
-        return None
-    if not _is_last_axis(source, given["dim"]) or given["step"] != 1:
-        return None
-    return source, start % width, start % width + size
-
-
-def _is_last_axis(source: Any, axis: int) -> bool:
-    return axis % len(type_of(source).dims) == len(type_of(source).dims) - 1
 
 
 @derivation

@@ -8,7 +8,7 @@ from ...ir import Program, UnsupportedError
 from ...ir.plan import DecodePlan
 from .chains_in_graph import chain_of
 from .depths_in_graph import depth_of
-from .portable import refuse_ahead
+from .step_limits import refuse_ahead
 
 G = torch.ops.graftwork
 

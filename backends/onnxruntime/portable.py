@@ -48,6 +48,7 @@ from .attention import SEQLENS, TOTAL, lower_attention
 from .calls import source_of
 from .lower import drop_ancestors, erase_markers, finish
 from .norms import fuse_norms
+from .step_limits import refuse_more, refuse_moves
 from .views import simplify_views
 
 A = torch.ops.aten
@@ -90,15 +91,9 @@ def portable(program: Program, *, plain: bool = False, contrib: bool = True) -> 
     something else than a step mask.
     """
     step = program.step
-    if program.plan.cache.moves:
-        raise UnsupportedError(
-            f"{program.name} moves or drops rows of its caches between steps "
-            f"(cache={program.plan.cache.brief}), and the graph that other loaders run has no "
-            f"place for it: they would keep every row. The format onnx-plan carries it, for "
-            f"runners that know it; or export another recipe, such as baseline"
-        )
+    refuse_moves(program)
     if not plain:
-        _refuse_more(program)
+        refuse_more(program)
     else:
         # What drafts, or runs in parts, has states that are nothing of the step's.
         own = {name: state for name, state in program.states.items() if step.has_input(name)}
@@ -175,53 +170,6 @@ def _reads_step_mask(node: torch.fx.Node) -> bool:
     plain = targets == [G.cache_write.default] * 2 + [G.step_mask.default]
     plain = plain and arguments(mask)["row_positions"] is None
     return plain and (bias is None or bias.target is G.alibi.default)
-
-
-def _refuse_more(program: Program) -> None:
-    """Errors: `UnsupportedError` for a program that is more than its step."""
-    if program.plan.depth.stops:
-        raise UnsupportedError(
-            f"{program.name} does not run every token through every layer "
-            f"(depth={program.plan.depth.brief}), and the decode graph that other loaders run has "
-            f"no place for that. The formats onnx-loop and onnx-plan carry it; or export the whole "
-            f"step by name (plain=True, --plain on the command line), or another recipe, such as "
-            f"baseline"
-        )
-    _refuse_two_steps(program)
-    if not program.plan.speculates:
-        return
-    raise UnsupportedError(
-        f"{program.name} drafts (draft={program.plan.draft.kind}), and the decode graph that other "
-        f"loaders run has no place for it: they would decode token by token. The formats onnx-loop "
-        f"and onnx-plan carry drafts; or export that graph by name (plain=True, --plain on the "
-        f"command line), export another recipe, such as baseline, or give trained heads to vLLM "
-        f"(the formats vllm-medusa and speculators)"
-    )
-
-
-def _refuse_two_steps(program: Program) -> None:
-    """Errors: `UnsupportedError` for prompts that run through another function than steps do."""
-    refuse_ahead(program)
-    (fed, _), (read, _) = program.plan.step.fed(argmax=True), program.plan.step.read(argmax=True)
-    if fed != read:
-        raise UnsupportedError(
-            f"{program.name} runs prompts through more layers than other tokens "
-            f"(step={program.plan.step.brief}), and the decode graph that other loaders run has "
-            f"one step for both. The formats onnx-loop and onnx-plan carry both; or export the "
-            f"step alone by name (plain=True, --plain on the command line), for prompts, too"
-        )
-
-
-def refuse_ahead(program: Program) -> None:
-    """Errors: `UnsupportedError` for prompts that run through another function up to their last
-    token."""
-    if name := program.plan.step.ahead:
-        raise UnsupportedError(
-            f"{program.name} runs prompts through {name} up to their last token (step="
-            f"{program.plan.step.brief}), which no format that is exported carries: save it and "
-            f"load it with graftwork, or export the step alone by name (plain=True, --plain on the "
-            f"command line), for prompts, too"
-        )
 
 
 def _numbered(program: Program) -> dict[int, int]:

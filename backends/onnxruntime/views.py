@@ -12,6 +12,8 @@ After: ``%x`` in the place of ``%d``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.fx
 
@@ -99,3 +101,47 @@ def axis_order(node: torch.fx.Node) -> list[int]:
     a, b = int(given["dim0"]) % rank, int(given["dim1"]) % rank
     order[a], order[b] = order[b], order[a]
     return order
+
+
+def packed_of(parts: list[torch.fx.Node]) -> torch.fx.Node | None:
+    """The value that query, key and value are the pieces of, in this order and completely."""
+    pieces = [piece for part in parts if (piece := _piece(part)) is not None]
+    if len(pieces) < len(parts):
+        return None
+    source, at = pieces[0][0], 0
+    for origin, start, end in pieces:
+        if origin is not source or start != at:
+            return None
+        at = end
+    return source if at == type_of(source).dims[-1] else None
+
+
+def _piece(node: torch.fx.Node) -> tuple[torch.fx.Node, int, int] | None:
+    """(source, start, end) of a node that is part of another along the last axis."""
+    if node.target is A.slice.Tensor:
+        return _sliced(node)
+    source: Any = node.args[0] if node.args else None
+    if not isinstance(source, torch.fx.Node) or not isinstance(source.meta["type"], tuple):
+        return None
+    if source.target not in (A.split_with_sizes.default, A.split.Tensor, A.chunk.default):
+        return None
+    if not _is_last_axis(source_of(source), arguments(source)["dim"]):
+        return None
+    sizes = [int(str(t.dims[-1])) for t in source.meta["type"]]
+    index = int(str(node.args[1]))
+    return source_of(source), sum(sizes[:index]), sum(sizes[: index + 1])
+
+
+def _sliced(node: torch.fx.Node) -> tuple[torch.fx.Node, int, int] | None:
+    given = arguments(node)
+    source, start = given["self"], given["start"] or 0
+    width, size = type_of(source).dims[-1], type_of(node).dims[-1]
+    if not (isinstance(width, int) and isinstance(size, int) and isinstance(start, int)):
+        return None
+    if not _is_last_axis(source, given["dim"]) or given["step"] != 1:
+        return None
+    return source, start % width, start % width + size
+
+
+def _is_last_axis(source: Any, axis: int) -> bool:
+    return axis % len(type_of(source).dims) == len(type_of(source).dims) - 1

@@ -353,8 +353,7 @@ def _start(config: Any, generation: Any, info: ModelInfo) -> tuple[int, ...]:
 
 def _implementation(twin: Any) -> str:
     """The attention implementation to trace with: ours, or, for models outside of transformers'
-    registry, one of torch's whose graph can be raised, the model's own if possible.
-    """
+    registry, one of torch's whose graph can be raised, the model's own if possible."""
     if type(twin)._can_set_attn_implementation():
         return NAME
     current = str(twin.config._attn_implementation)

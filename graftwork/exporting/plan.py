@@ -28,8 +28,8 @@ from ..backends.onnxruntime.attention import OVERHANG, SEQLENS, TOTAL
 from ..backends.onnxruntime.emit import emit, output_name
 from ..backends.onnxruntime.loop_limits import strange_to_loops
 from ..backends.onnxruntime.lower import Variant, has_states, lower, piece_of
-from ..backends.onnxruntime.portable import refuse_ahead
 from ..backends.onnxruntime.routing import Router
+from ..backends.onnxruntime.step_limits import refuse_ahead
 from ..backends.onnxruntime.store import WeightFile, store
 from ..backends.target import Target
 from ..ir import Function, Program, State, UnsupportedError, type_of
