@@ -22,15 +22,13 @@ from .aten import A, Call, lowers
     A.positive.default,
     A.resolve_conj.default,
     A.resolve_neg.default,
+    A.dropout.default,
+    A.feature_dropout.default,
+    A.native_dropout.default,
 )
 def identity(c: Call) -> Any:
-    """Values have no storage, so copies and aliases of them are the values themselves."""
-    return c.args[0]
-
-
-@lowers(A.dropout.default, A.feature_dropout.default, A.native_dropout.default)
-def dropout(c: Call) -> Any:
-    """Models are traced for inference, where dropout is the identity."""
+    """Values have no storage, so copies and aliases of them are the values themselves; and models
+    are traced for inference, where there is no dropout."""
     return c.args[0]
 
 
@@ -282,7 +280,10 @@ def arange(c: Call) -> Any:
     A.scalar_tensor.default,
 )
 def full(c: Call) -> Any:
-    value = c.args[0] if len(c.args) == 1 else c.args[-1]
+    return _filled(c, c.args[-1])
+
+
+def _filled(c: Call, value: Any) -> Any:
     return c.b.call(A.full.default, c.shape, value, dtype=c.dtype)
 
 
@@ -296,9 +297,9 @@ def full(c: Call) -> Any:
 )
 def zeros(c: Call) -> Any:
     """Uninitialised memory reads as zeros."""
-    return c.b.call(A.full.default, c.shape, 0, dtype=c.dtype)
+    return _filled(c, 0)
 
 
 @lowers(A.ones.default, A.ones_like.default, A.new_ones.default)
 def ones(c: Call) -> Any:
-    return c.b.call(A.full.default, c.shape, 1, dtype=c.dtype)
+    return _filled(c, 1)

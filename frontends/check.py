@@ -26,6 +26,7 @@ _ALONG = {
     A.argmax.default: 1,
     A.cat.default: 1,
     A.select.int: 1,
+    A.slice.Tensor: 1,
     A.gather.default: 1,
     A.scatter.src: 1,
     A.scatter.value: 1,
@@ -78,9 +79,6 @@ def _mixes(node: torch.fx.Node) -> bool:
         index = _ALONG[target]
         axis: Any = node.args[index] if index < len(node.args) else -1
         return _has_tokens(source.dims[axis])
-    if target is A.slice.Tensor:
-        sliced: Any = node.args[1]
-        return _has_tokens(source.dims[sliced])
     if target is A.matmul.default:
         return _has_tokens(source.dims[-1])
     if target is A.index.Tensor:

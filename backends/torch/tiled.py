@@ -21,12 +21,13 @@ computes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.fx
 
-from ...ir import Function, Program, WeightStore, arguments, site_of, type_of
+from ...ir import Function, Program, Weight, WeightStore, arguments, site_of, type_of
 from ...ir.execution.executable import KernelUse
 from ...ir.rewrite.cleanup import sweep
 from ...ir.rewrite.expand import expand
@@ -43,8 +44,6 @@ NATIVE = {
     native_quantized.EXPERTS: "experts",
 }
 """What kernels of few bits do."""
-Sizes = tuple[int, ...]
-"""Bits, group and outputs."""
 
 
 def with_tiles(program: Program) -> Program:
@@ -86,15 +85,11 @@ def _lay_out(fn: Function, weights: WeightStore) -> tuple[int, WeightStore]:
         laid = lay_out(*parts, bits=given["bits"], group=given["group"])
         known = [part and weights.taken(part) for part in laid.parts]
         weights = weights.adding(*filter(None, known))
-        with fn.graph.inserting_before(node):
-            operands = [part and fn.weight(part) for part in known]
-            sizes = laid.bits, laid.group, laid.outputs
-            if looks_up:
-                new = _look_up(fn, node, operands, sizes)
-            else:
-                new = _product(fn, node, operands, sizes, rounded)
-        node.replace_all_uses_with(new)
-        fn.graph.erase_node(node)
+        kernel = native_quantized.LINEAR if rounded else native_quantized.FLOAT_LINEAR
+        read, bias = (node.args[0], torch.float32), [(given.get("bias"), torch.float32)]
+        if looks_up:
+            kernel, read, bias = native_quantized.EMBEDDING, (node.args[0], torch.int64), []
+        _call(fn, node, kernel, [read], known, bias, (laid.bits, laid.group, laid.outputs))
         count += 1
     sweep(fn)
     return count, weights
@@ -113,16 +108,10 @@ def _lay_out_experts(fn: Function, weights: WeightStore) -> tuple[int, WeightSto
         laid = tiles.tiled_experts(*parts, bits=given["bits"], group=given["group"])
         known = [part and weights.taken(part) for part in laid.parts[:3]]
         weights = weights.adding(*filter(None, known))
-        with fn.graph.inserting_before(node):
-            operands = [part and fn.weight(part) for part in known]
-            x, bias = (_in_dtype(fn, node, given[n], torch.float32) for n in ("x", "bias"))
-            chosen = _in_dtype(fn, node, given["experts"], torch.int64)
-            sizes = laid.bits, laid.group, laid.outputs, given["rounded"]
-            kernel = native_quantized.EXPERTS
-            new = fn.call(kernel, x, chosen, *operands, bias, *sizes, site=site_of(node))
-            new = _in_dtype(fn, node, new, type_of(node).dtype)
-        node.replace_all_uses_with(new)
-        fn.graph.erase_node(node)
+        read = [(given["x"], torch.float32), (given["experts"], torch.int64)]
+        bias, sizes = [(given["bias"], torch.float32)], (laid.bits, laid.group, laid.outputs)
+        kernel = native_quantized.EXPERTS
+        _call(fn, node, kernel, read, known, bias, (*sizes, given["rounded"]))
     return len(mixtures), weights
 
 
@@ -133,27 +122,26 @@ def _are_whole_tiles(node: torch.fx.Node) -> bool:
     )
 
 
-def _look_up(fn: Function, node: torch.fx.Node, operands: list[Any], sizes: Sizes) -> torch.fx.Node:
-    """The call of the kernel, which takes ids in int64."""
-    ids = _in_dtype(fn, node, node.args[0], torch.int64)
-    row: torch.fx.Node = fn.call(
-        native_quantized.EMBEDDING, ids, *operands, *sizes, site=site_of(node)
-    )
-    return row
-
-
-def _product(
-    fn: Function, node: torch.fx.Node, operands: list[Any], sizes: Sizes, rounded: bool
-) -> torch.fx.Node:
-    """The call of the kernel, which is one of float32."""
-    x, bias = (
-        _in_dtype(fn, node, value, torch.float32)
-        for value in (node.args[0], arguments(node)["bias"])
-    )
-    kernel = native_quantized.LINEAR if rounded else native_quantized.FLOAT_LINEAR
-    new = fn.call(kernel, x, *operands, bias, *sizes, site=site_of(node))
-    result: torch.fx.Node = _in_dtype(fn, node, new, type_of(node).dtype)
-    return result
+def _call(
+    fn: Function,
+    node: torch.fx.Node,
+    kernel: Any,
+    read: Sequence[tuple[Any, torch.dtype]],
+    laid: Sequence[Weight | None],
+    bias: Sequence[tuple[Any, torch.dtype]],
+    sizes: tuple[int, ...],
+) -> None:
+    """Put the call of a kernel in a node's place. read, bias: values before and behind the weight's
+    parts, and the dtypes in which kernels take them."""
+    with fn.graph.inserting_before(node):
+        parts = [part and fn.weight(part) for part in laid]
+        before, behind = (
+            [_in_dtype(fn, node, value, dtype) for value, dtype in some] for some in (read, bias)
+        )
+        new = fn.call(kernel, *before, *parts, *behind, *sizes, site=site_of(node))
+        new = _in_dtype(fn, node, new, type_of(node).dtype)
+    node.replace_all_uses_with(new)
+    fn.graph.erase_node(node)
 
 
 def _in_dtype(fn: Function, node: torch.fx.Node, value: Any, dtype: torch.dtype) -> Any:
