@@ -10,7 +10,7 @@ from torch import nn
 
 from ..ir import InputError, Program
 from ..ir.support.files import plain_path
-from ..ir.support.packages import installing
+from ..ir.support.packages import require
 from ..ir.support.threads import traces
 from .generation import Known, nobody
 
@@ -114,12 +114,5 @@ def import_part(source: Any, part: str, dtype: torch.dtype | None = None) -> Pro
 
 def _require_transformers() -> None:
     """Before its parts are imported where they are used."""
-    try:
-        import transformers  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        raise InputError(
-            f"optimizing a checkpoint needs transformers, which is not installed: "
-            f"{installing('huggingface')} (loading and running a saved artifact does not need it)"
-        ) from error
+    also = " (loading and running a saved artifact does not need it)"
+    require("transformers", "optimizing a checkpoint", "huggingface", also)

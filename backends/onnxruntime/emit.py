@@ -12,6 +12,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import onnx_ir as oir
@@ -424,15 +425,13 @@ class Emitter:
 
     def _symbol(self, name: str) -> Any:
         """The value of a symbol, i64[1], read off an input."""
-        return self.once(("symbol", name), lambda: self._read_symbol(name))
-
-    def _read_symbol(self, name: str) -> Any:
-        for node in self.function.inputs:
-            dims = node.meta["type"].dims
-            if Sym(name) in dims:
-                axis = dims.index(Sym(name))
-                return self.op("Shape", self._input(node), start=axis, end=axis + 1)
-        raise UnsupportedError(f"{self.function.name}: no input carries the size {name}")
+        found = [node for node in self.function.inputs if Sym(name) in node.meta["type"].dims]
+        if not found:
+            raise UnsupportedError(f"{self.function.name}: no input carries the size {name}")
+        axis = found[0].meta["type"].dims.index(Sym(name))
+        given = self._input(found[0])
+        shape = partial(self.op, "Shape", given, start=axis, end=axis + 1)
+        return self.once(("symbol", name), shape)
 
 
 def type_of(value: oir.Value) -> TensorType:

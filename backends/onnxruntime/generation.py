@@ -196,10 +196,11 @@ class _Generation:
             return g.op("Greater", g.total(each, 1), g.const(0))
 
     def uniforms(self, g: GraphBuilder) -> Any:
-        """The draws f32[B,max_new]; any other shape is an error that says so."""
-        assert self.sampling is not None
-        batch, most = g.size(self.ids, 0), self.most
-        shape = g.vector(batch, most)
+        """The draws f32[B,max_new], None where nothing is sampled; any other shape is an error that
+        says so."""
+        if self.sampling is None:
+            return None
+        shape = g.vector(g.size(self.ids, 0), self.most)
         return g.op("Reshape", self.sampling.uniforms, shape, called="uniforms_are_batch_x_max_new")
 
     # -- the two forms
@@ -212,7 +213,7 @@ class _Generation:
         zeros = g.op("Expand", g.const(0), g.vector(batch))
         column = g.op("Unsqueeze", g.op("Sub", self.lengths, g.const(1)), g.const([1]))
         start = [self.ids, zeros, column, g.op("Not", g.op("Equal", zeros, zeros)), zeros]
-        draws = self.uniforms(g) if self.sampling else None
+        draws = self.uniforms(g)
         read = {} if self.source is None else self.source.together(g)
 
         body = g.body("generate.pass")
@@ -230,10 +231,7 @@ class _Generation:
         values = {**read, **self.carried.inputs(body)}
         given = self.given(body, tokens, past, chosen)
         if self.concatenates:
-            # Padding behind a prompt stays in the caches, unseen.
-            mask = body.input(MASK, I64, ["batch_size", "rows"])
-            real = body.op("LessOrEqual", body.range(body.const(0), body.size(tokens, 1)), chosen)
-            given[MASK] = body.op("Concat", mask, body.cast(real, I64), axis=1)
+            given[MASK] = self.mask_with(body, tokens, chosen)
         values |= self.steps.call(called(self.program)[-1], given)(body, values)
         begins = body.op("Equal", turn, body.const(0))
         with body.within("choose"):
@@ -267,6 +265,14 @@ class _Generation:
         results = g.loop(body, self.most, None, start)
         return g.op("Transpose", results[-1], perm=[1, 0]), results[4]
 
+    def mask_with(self, body: GraphBuilder, tokens: oir.Value, last: oir.Value) -> oir.Value:
+        """The mask i64[B,P] of rows, those of a step's tokens up to the last ones [B,1] included:
+        padding behind a prompt stays in the caches, unseen."""
+        mask = body.input(MASK, I64, ["batch_size", "rows"])
+        real = body.op("LessOrEqual", body.range(body.const(0), body.size(tokens, 1)), last)
+        whole: oir.Value = body.op("Concat", mask, body.cast(real, I64), axis=1)
+        return whole
+
     def seen_in_prompts(self, g: GraphBuilder) -> Any:
         """bool[B,V]: the tokens of each prompt."""
         real = g.op(
@@ -282,7 +288,7 @@ class _Generation:
     def in_turn(self) -> tuple[Any, Any]:
         """(tokens i64[B,max_new], counts i64[B]), a sequence after the other."""
         g = self.g
-        draws = self.uniforms(g) if self.sampling else None
+        draws = self.uniforms(g)
         each = g.body("generate.sequence")
         index = each.graph.inputs[0]
         length = each.op("Gather", self.lengths, index)

@@ -267,7 +267,7 @@ def quantized_linear(
         result = byte_product(e, wide, stored.weight, stored.scale)
         kernel = "MatMulIntegerToFloat" if e.contrib else "MatMulInteger"
     elif chosen is not None:
-        result = _few_bits(e, wide, stored, *chosen, rounded)
+        result = _few_bits(e, wide, stored, *chosen, F32, INT8 if rounded else 1)
         kernel = f"MatMulNBits ({chosen[0]} bits, blocks of {chosen[1]})"
         if offset is not None:
             sums = _group_sums(e, wide, dims, group)
@@ -294,12 +294,8 @@ def _on_cuda(e: Emitter, x: oir.Value, stored: _Stored, bias: oir.Value | None) 
         )
     bits, block = layout
     dtype = type_of(x).dtype
-    scales = e.weight(stored.scales(block, dtype))
-    sizes = {"K": stored.groups * stored.group, "N": stored.rows}
-    weight = e.weight(stored.blocked(bits, block))
-    result = e.fused("MatMulNBits", x, weight, scales, **sizes, bits=bits, block_size=block)
+    result = e.cast(_few_bits(e, x, stored, bits, block, dtype), F32, dtype)
     e.ran["product", stored.bits, f"MatMulNBits ({bits} bits, blocks of {block})"] += 1
-    result = e.cast(result, F32, dtype)
     if stored.offset is not None:
         sums = _group_sums(e, e.cast(x, F32), type_of(x).dims, stored.group)
         result = e.op("Add", result, e.op("MatMul", sums, e.weight(stored.shifts())))
@@ -327,19 +323,19 @@ def _fitting(e: Emitter, stored: _Stored, rounded: bool) -> Iterator[tuple[int, 
 
 
 def _few_bits(
-    e: Emitter, x: oir.Value, stored: _Stored, bits: int, block: int, rounded: bool
+    e: Emitter,
+    x: oir.Value,
+    stored: _Stored,
+    bits: int,
+    block: int,
+    dtype: torch.dtype,
+    level: int | None = None,
 ) -> Any:
-    return e.fused(
-        "MatMulNBits",
-        x,
-        e.weight(stored.blocked(bits, block)),
-        e.weight(stored.scales(block)),
-        K=stored.groups * stored.group,
-        N=stored.rows,
-        bits=bits,
-        block_size=block,
-        accuracy_level=INT8 if rounded else 1,
-    )
+    """The product by MatMulNBits, in a dtype and at an accuracy level."""
+    weight, scales = e.weight(stored.blocked(bits, block)), e.weight(stored.scales(block, dtype))
+    sizes = {"K": stored.groups * stored.group, "N": stored.rows}
+    how = {"bits": bits, "block_size": block, "accuracy_level": level}
+    return e.fused("MatMulNBits", x, weight, scales, **sizes, **how)
 
 
 def needs_packing(graph: oir.Graph) -> bool:

@@ -20,7 +20,7 @@ from ...ir import (
     UnsupportedError,
 )
 from ...ir.support.names import shown
-from ...ir.support.packages import installing
+from ...ir.support.packages import require
 from ..generation import Known, nobody
 from ..huggingface.model import import_tensors, tell
 from .assets import assets_of
@@ -43,7 +43,7 @@ def import_gguf(path: Path, dtype: torch.dtype | None = None, known: Known = nob
     """
     from transformers import AutoConfig, GenerationConfig
 
-    _require_gguf()
+    require("gguf", "reading a .gguf file", "gguf")
     file = GgufFile.whole(path)
     reader = Metadata(file)
     architecture = architecture_of(reader)
@@ -108,15 +108,3 @@ def _divide_frequencies(file: GgufFile, twin: Any) -> None:
     if not torch.isfinite(factors).all() or (factors <= 0).any():
         raise InputError(f"{file.path}: tensor {FREQUENCIES}: expected positive numbers")
     frequencies.div_(factors)
-
-
-def _require_gguf() -> None:
-    try:
-        import gguf  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name != "gguf":
-            raise
-        raise InputError(
-            f"reading a .gguf file needs the package gguf, which is not installed: "
-            f"{installing('gguf')}"
-        ) from error

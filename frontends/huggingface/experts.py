@@ -16,6 +16,7 @@ from torch import nn
 
 from ...ir import UnsupportedError
 from ...ir.ops.mlp import ACTIVATIONS, activate
+from ...ir.ops.moe import gated
 
 
 def experts_forward(
@@ -60,10 +61,9 @@ def _gating(experts: nn.Module) -> dict[str, Any]:
     """The op's options for which it computes what the experts' ``_apply_gate`` computes."""
     sample = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)) * 6
     wanted = experts._apply_gate(sample)  # type: ignore[operator]
-    interleaved = not experts.is_concatenated
-    gate, up = (sample[:, 0::2], sample[:, 1::2]) if interleaved else sample.chunk(2, dim=-1)
+    hidden = sample if experts.is_concatenated else _gate_first(sample)
     for options in _candidates(experts):
-        if torch.allclose(_gated(gate, up, **options), wanted, atol=1e-5, rtol=1e-4):
+        if torch.allclose(gated(hidden, **options), wanted, atol=1e-5, rtol=1e-4):
             return options
     raise UnsupportedError(
         f"{type(experts).__name__} combines gate and up in a way that is not supported yet; "
@@ -82,20 +82,6 @@ def _candidates(experts: nn.Module) -> list[dict[str, Any]]:
     if limit is not None and alpha is not None:
         found.append({"activation": "silu", "limit": limit, "alpha": alpha})
     return found
-
-
-def _gated(
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    activation: str,
-    limit: float | None = None,
-    alpha: float | None = None,
-) -> torch.Tensor:
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-    if alpha is not None:
-        return (up + 1) * gate * torch.sigmoid(alpha * gate)
-    return activate(gate, activation) * up
 
 
 _GATING = "graftwork_gating"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import shlex
 import sys
 from importlib import metadata
 from pathlib import Path
+
+from .errors import InputError
 
 
 def installing(extra: str) -> str:
@@ -18,3 +21,16 @@ def installing(extra: str) -> str:
     ]
     names = [name.strip() for name, _, when in wanted if f"extra == {extra!r}" in when]
     return shlex.join([*pip, *names])
+
+
+def require(package: str, what: str, extra: str, also: str = "") -> None:
+    """Import a package, which `what` needs and an extra installs. Errors: `InputError` saying how
+    to install it; also: what follows on that."""
+    try:
+        importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise InputError(
+            f"{what} needs the package {package}, which is not installed: {installing(extra)}{also}"
+        ) from error
