@@ -23,7 +23,7 @@ ALLOWED = {
     "ir": {"ir"},
     "frontends": {"frontends", "ir"},
     "passes": {"passes", "ir"},
-    "backends": {"backends", "ir", "a method"},
+    "backends": {"backends", "ir"},
     "runtime": {"runtime", "ir"},
     "recipes": {"recipes"},
 }
