@@ -292,8 +292,9 @@ def test_a_loop_is_a_file_of_the_method(tmp_path: Path, monkeypatch: pytest.Monk
     brought(tmp_path, monkeypatch, "echo_loops", {**DRAFTER, "echo/loop.py": ECHO_LOOP})
     model = optimized("echo")
     session = opened(model.export_onnx_loop(tmp_path / "out"))
-    feeds = asked(PROMPTS[:2], 10, [])
-    assert texts(session, feeds) == [expected(model, prompt, 10, []) for prompt in PROMPTS[:2]]
+    prompts = PROMPTS[:2].tolist()
+    wanted = [expected(model, prompt, 10, []) for prompt in prompts]
+    assert texts(session, asked(prompts, 10, [])) == wanted
 
 
 def test_a_depth_policy_is_three_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

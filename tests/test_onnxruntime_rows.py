@@ -200,16 +200,15 @@ def shape_calls() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     yield A.concat.default, ([x(5, 2), x(5, 3)], -1), {}
     yield A.stack.default, ([x(5, 2), x(5, 2)], -1), {}
     yield A.constant_pad_nd.default, (x(4, 6), [1, -2, 2, 0], 0.5), {}
-    yield A.slice_scatter.default, (x(5, 7), x(5, 2), 1, 1, 5, 2), {}
     yield A.embedding.default, (x(9, 3), n(5, 7)), {}
     yield A.index_select.default, (x(5, 7), 1, n(3, high=7)), {}
     yield A.gather.default, (x(5, 9), 1, n(5, 7)), {}
     yield A.scatter.src, (x(5, 9), 1, torch.randperm(9)[None, :4].expand(5, 4), x(5, 4)), {}
     yield A.scatter.value, (x(5, 9), 1, n(5, 7), 1.5), {}
-    yield A.index_add.default, (x(9, 3), 0, n(7), x(7, 3)), {}
     yield A.index.Tensor, (x(5, 9, 3), [None, n(4)]), {}
     yield A.index.Tensor, (x(5, 9, 3), [n(5, 1, high=5), n(7)]), {}
     yield A.index_put.default, (x(9, 3), [n(7)], x(7, 3), True), {}
+    yield A.index_add.default, (x(9, 3), 0, n(7), x(7, 3)), {}
     yield A.full.default, ([B, 3], 2.5), {}
     yield A.full.default, ([], 2), {"dtype": I64}
     yield A.full_like.default, (n(5), 2.5), {"dtype": F32}

@@ -233,6 +233,18 @@ def scatter_value(e: Emitter, x: oir.Value, dim: int, index: oir.Value, value: A
     return e.op("ScatterElements", x, index, fill, axis=_axis(dim, len(_dims(x))))
 
 
+@row(A.index_add.default)
+def index_add(
+    e: Emitter, x: oir.Value, dim: int, index: oir.Value, source: oir.Value, alpha: Any = 1
+) -> Any:
+    axis = _axis(dim, len(_dims(x)))
+    spread = [1] * len(_dims(x))
+    spread[axis] = -1
+    rows = e.op("Expand", e.op("Reshape", index, e.const(spread, I64)), e.op("Shape", source))
+    added = source if alpha == 1 else e.op("Mul", source, operand(e, alpha, e.dtype()))
+    return e.op("ScatterElements", x, rows, added, axis=axis, reduction="add")
+
+
 def _leading_indices(node: torch.fx.Node) -> bool:
     """Whether an index list is one index anywhere, or several on the first axes."""
     indices: Any = node.args[1]
