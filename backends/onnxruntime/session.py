@@ -87,20 +87,20 @@ def records_graphs(session: Any) -> bool:
 def as_graph(number: int | None) -> Any:
     """Options of a run that is recorded under a number when it is first made, and launched as a
     whole from then on; of None, of one that is not recorded."""
-    import onnxruntime as ort
-
-    options = ort.RunOptions()
-    options.add_run_config_entry("gpu_graph_id", "-1" if number is None else str(number))
-    return options
+    return _run_options("gpu_graph_id", "-1" if number is None else str(number))
 
 
 def giving_back() -> Any:
     """Options of a run on the CPU after which the session gives back what it took for values in
     between: sessions keep the most that any run took, and some of it twice."""
+    return _run_options("memory.enable_memory_arena_shrinkage", "cpu:0")
+
+
+def _run_options(name: str, value: str) -> Any:
     import onnxruntime as ort
 
     options = ort.RunOptions()
-    options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+    options.add_run_config_entry(name, value)
     return options
 
 

@@ -91,13 +91,8 @@ def matmul_nbits(c: Context, x: Value, *_: Value) -> Value:
         return stored(c.name_of(1), codes, scale, zero, bits)
 
     weight = c.store(c.name_of(1), (rows, columns), make)
-    bias = tensor(c_input(c, 5)) if _given(c, 5) else None
+    bias = torch.from_numpy(constant(c, 5).copy()) if _given(c, 5) else None
     return F.linear(tensor(x), weight.tensor, bias)
-
-
-def c_input(c: Context, index: int) -> Value:
-    """A constant input as a value."""
-    return torch.from_numpy(constant(c, index).copy())
 
 
 @op("GatherBlockQuantized", domain=MICROSOFT)
