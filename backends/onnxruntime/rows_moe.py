@@ -116,7 +116,8 @@ def quantized_moe(
     parts = (gate_up, gate_up_scale, gate_up_offset), (down, down_scale, down_offset)
     biases = gate_up_bias, down_bias
     first, second = (
-        Stack(*stored_parts(*part), bias, bits) for part, bias in zip(parts, biases, strict=True)
+        Stack(*stored_parts(*part), bias=bias, bits=bits)
+        for part, bias in zip(parts, biases, strict=True)
     )
     exact = first.is_bytes_by_row and second.is_bytes_by_row and not (e.cuda or e.qdq)
     if rounded and exact:

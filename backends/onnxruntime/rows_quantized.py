@@ -251,14 +251,15 @@ def quantized_linear(
     rounded: bool,
 ) -> Any:
     parts = stored_parts(weight, scale, offset, codebook)
-    stored = _Stored(*parts, bits, group)
+    stored = _Stored(*parts, bits=bits, group=group)
     if e.cuda:
         return _on_cuda(e, x, stored, bias)
     wide, added = e.cast(x, F32), None if bias is None else e.cast(bias, F32)
     if e.native and not quantized_ops_available():
         e.ran["product", bits, tiles.kernel_name()] += 1
-        sizes = {"bits": bits, "group": group, "rounded": rounded}
-        result = rows_tiles.quantized_linear(e, wide, parts, added, **sizes)
+        result = rows_tiles.quantized_linear(
+            e, wide, parts, added, bits=bits, group=group, rounded=rounded
+        )
         return e.cast(result, e.dtype(), F32)
     dims = type_of(x).dims
     kernel = DECOMPOSED

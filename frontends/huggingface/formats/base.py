@@ -201,7 +201,7 @@ def read(
             if isinstance(weight, StoredWeight):
                 stored[target] = weight
                 weight = weight.values(target)
-            found[target] = lambda weight=weight: weight
+            found[target] = partial(weight.renamed, target)
     return found, stored
 
 
