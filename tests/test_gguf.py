@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import struct
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -184,14 +184,7 @@ def test_without_the_package_the_extra_is_named(
     """The message says what to install."""
     path = tmp_path / "tiny.gguf"
     path.write_bytes(b"GGUF")
-    known = builtins.__import__
-
-    def without(name: str, given: Any = None, local: Any = None, of: Any = (), up: int = 0) -> Any:
-        if name == "gguf" and up == 0:
-            raise ModuleNotFoundError("No module named 'gguf'", name="gguf")
-        return known(name, given, local, of, up)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(InputError, match=r"needs the package gguf.*pip install .*\[gguf\]"):
         import_model(path)
 

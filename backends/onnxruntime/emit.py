@@ -445,12 +445,16 @@ def weight_of(value: oir.Value | None) -> Weight | None:
     return None if value is None else value.meta.get("weight")
 
 
-def stored_parts(*values: oir.Value | None) -> Any:
-    """The weights that values refer to, of which the first two are there: of a weight of few bits,
-    as its op takes them."""
-    found = tuple(map(weight_of, values))
-    assert found[0] is not None and found[1] is not None
-    return found
+def stored_parts(
+    weight: oir.Value,
+    scale: oir.Value,
+    offset: oir.Value | None,
+    codebook: oir.Value | None = None,
+) -> tuple[Weight, Weight, Weight | None, Weight | None]:
+    """The weights that the parts of a weight of few bits refer to, as its op takes them."""
+    held, scales = weight_of(weight), weight_of(scale)
+    assert held is not None and scales is not None
+    return held, scales, weight_of(offset), weight_of(codebook)
 
 
 class _Size:

@@ -116,7 +116,7 @@ def quantized_moe(
     parts = (gate_up, gate_up_scale, gate_up_offset), (down, down_scale, down_offset)
     biases = gate_up_bias, down_bias
     first, second = (
-        Stack(*stored_parts(*part), bias=bias, bits=bits)
+        Stack(*stored_parts(*part)[:3], bias, bits)
         for part, bias in zip(parts, biases, strict=True)
     )
     exact = first.is_bytes_by_row and second.is_bytes_by_row and not (e.cuda or e.qdq)
@@ -151,7 +151,7 @@ def quantized_experts(
     group: int,
     rounded: bool,
 ) -> Any:
-    stack = stored_parts(weight, scale, offset)
+    stack = stored_parts(weight, scale, offset)[:3]
     laid = tiles.tiled_experts(*stack, bits=bits, group=group)
     values = [None if w is None else e.weight(w) for w in laid.parts[:3]]
     wide, added = (v if v is None else e.cast(v, torch.float32) for v in (x, bias))

@@ -251,7 +251,7 @@ def quantized_linear(
     rounded: bool,
 ) -> Any:
     parts = stored_parts(weight, scale, offset, codebook)
-    stored = _Stored(*parts, bits=bits, group=group)
+    stored = _Stored(*parts, bits, group)
     if e.cuda:
         return _on_cuda(e, x, stored, bias)
     wide, added = e.cast(x, F32), None if bias is None else e.cast(bias, F32)
