@@ -95,12 +95,12 @@ def test_caches_of_the_last_text_stay_where_they_are_unless_they_are_much_too_la
     executable = compile(program, Target.parse("torch"))
     executable.begin(1, 100)
     executable.reserve(100)
-    epoch, capacity = executable.epoch, executable.capacity
+    epoch, capacity = executable.buffers.epoch, executable.capacity
     executable.begin(1, 64)
-    assert (executable.epoch, executable.capacity) == (epoch, capacity) and capacity > 64
+    assert (executable.buffers.epoch, executable.capacity) == (epoch, capacity) and capacity > 64
     executable.reserve(500)
     executable.begin(1, 100)
-    assert executable.capacity == 64 and executable.epoch > epoch
+    assert executable.capacity == 64 and executable.buffers.epoch > epoch
 
 
 def test_outputs_stay_in_their_place(program):
