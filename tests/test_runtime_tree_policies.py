@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from graftwork.ir.plan import BestFirst, Chain, FixedLength, StaticTree
 from graftwork.runtime.feeding.draft import Draft, Topology
-from graftwork.runtime.speculate.lengths.fixed import FixedLengthPolicy
+from graftwork.runtime.speculate.lengths.base import LengthPolicy
 from graftwork.runtime.speculate.trees.best_first import BestFirstPolicy
 from graftwork.runtime.speculate.trees.chain import ChainPolicy
 from graftwork.runtime.speculate.trees.static import StaticTreePolicy
 
 
 def fixed(batch):
-    return FixedLengthPolicy(FixedLength(), executable(100), batch)
+    return LengthPolicy(FixedLength(), executable(100), batch)
 
 
-class StopsAt(FixedLengthPolicy):
+class StopsAt(LengthPolicy):
     """Wants so many levels of each sequence."""
 
     def __init__(self, levels):

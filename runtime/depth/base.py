@@ -7,6 +7,7 @@ from typing import Any
 
 from ...ir.execution.analysis import blocks_of
 from ...ir.execution.executable import Executable
+from ...ir.plan import FullDepth
 from ..asking.text import Text
 from ..feeding.feed import Feeder, StepFeed
 from ..feeding.outputs import Outputs
@@ -15,7 +16,7 @@ from ..registry import Registry
 
 
 class DepthPolicy(Resumes):
-    """Says how deep the steps of a generation go, and runs them.
+    """Says how deep the steps of a generation go, and runs them: here through all layers.
 
     total: layers that there are. parts: of the step, in order, the head aside; sizes: layers of
     each. ran: layers that the last step's tokens ran through before the head. learns:
@@ -43,5 +44,6 @@ class DepthPolicy(Resumes):
 
 
 DEPTHS: Registry[DepthPolicy] = Registry(__package__)
+DEPTHS.register(FullDepth)(DepthPolicy)
 
 __all__ = ["DEPTHS", "DepthPolicy", "StepFeed"]

@@ -15,8 +15,8 @@ from ....ir.plan import DecodePlan, LearningDraft, Returned, Size, record
 from ....ir.plan.bounds import Factor, Filled, Levels
 from ....runtime.feeding.feed import StepFeed
 from ....runtime.speculate.level import Level
-from ....runtime.speculate.proposers.base import PROPOSERS, ByDepth
-from ....runtime.speculate.proposers.layers import LayersProposer, best_of
+from ....runtime.speculate.proposers.base import PROPOSERS, ByDepth, LayersProposer
+from ....runtime.speculate.proposers.hidden import best_of
 from ....runtime.speculate.setting import Setting
 
 

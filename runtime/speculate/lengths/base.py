@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....ir.execution.executable import Executable
+from ....ir.plan import FixedLength
 from ...feeding.draft import VerifiedStep
 from ...registry import Registry
 from ..level import Level
@@ -17,7 +18,8 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 
 
 class LengthPolicy:
-    """Bounds drafts before and while they are made, and learns from what came of them.
+    """Bounds drafts before and while they are made, and learns from what came of them; here drafts
+    are as long as the plan and the texts' limits allow.
 
     most: draft tokens of the plan. wants: outputs of the step function that `observe` needs.
     Register a subclass with ``@LENGTHS.register(ItsRecord)`` in its own file of this folder.
@@ -59,3 +61,4 @@ class LengthPolicy:
 
 
 LENGTHS: Registry[LengthPolicy] = Registry(__package__)
+LENGTHS.register(FixedLength)(LengthPolicy)

@@ -66,4 +66,24 @@ class ByDepth(Proposer):
         """The candidates of `place`."""
 
 
+class LayersProposer(Proposer):
+    """Drafts with some of the target's own layers. Its caches hold the committed text.
+
+    feeder: runs the target. texts: the generation's. below: levels of the draft so far.
+    """
+
+    below = 0
+
+    def __init__(self, record: Any, setting: Setting) -> None:
+        super().__init__(record, setting)
+        assert setting.feeder is not None, "drafting with the target's layers needs its feeder"
+        self.feeder, self.texts = setting.feeder, setting.texts
+
+    def ends(self) -> tuple[list[int], list[int]]:
+        """Row and position at which the draft's next level begins, by text; 0 for done ones."""
+        past = [0 if text.done else text.rows + self.below for text in self.texts]
+        starts = [0 if text.done else text.position + self.below for text in self.texts]
+        return past, starts
+
+
 PROPOSERS: Registry[Proposer] = Registry(__package__)

@@ -75,6 +75,12 @@ def level_of(outputs: Mapping[str, torch.Tensor], count: int, place: int | None 
     )
 
 
+def best_of(logits: torch.Tensor, count: int) -> Level:
+    """The candidates of logits f32[B,M,V], which nothing may write to any more."""
+    best = logits.log_softmax(-1).topk(count)
+    return Level(best.indices.numpy(), best.values.numpy(), logits.numpy())
+
+
 def taken_at(level: Level, places: Ids) -> Level:
     """The candidates at places i64[B,N] of a level."""
     index = places[..., None]

@@ -18,8 +18,8 @@ from ..draft_cache import CHOSEN
 from ..leading import Leader
 from ..level import Ids, Level
 from ..setting import Setting
+from .base import LayersProposer
 from .hidden import level_of
-from .layers import LayersProposer
 
 
 class LeadingProposer(LayersProposer):

@@ -15,7 +15,8 @@ from ...feeding.draft import VerifiedStep
 from ...feeding.feed import StepFeed
 from ..level import Ids, Level
 from ..setting import Setting
-from .layers import LayersProposer, best_of
+from .base import LayersProposer
+from .hidden import best_of
 
 FETCH = ("logits",)
 

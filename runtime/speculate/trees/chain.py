@@ -1,23 +1,35 @@
-"""A chain of the likeliest tokens, or under sampling of sampled ones."""
+"""Chains, and what chains with siblings share with them: drawing the next tokens.
+
+Greedy decoding knows one right token, so the best ones are drafted. Under sampling they are sampled
+from the draft's distribution, warped as the target's is, and the verifier is told from what: it
+then keeps as much as the two distributions overlap, and of a best token only as much as the target
+gives it. A proposer without whole distributions proposes its best tokens there, too. Sources:
+Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023); Chen et al.,
+"Accelerating Large Language Model Decoding with Speculative Sampling" (2023); siblings without
+replacement: Jeon et al., "Recursive Speculative Decoding" (2024).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 from ....ir.plan import Chain
+from ...asking.options import GenerationOptions
 from ...feeding.draft import NO_DRAFT, Draft
-from ..lengths.base import LengthPolicy
+from ..lengths.base import Flags, LengthPolicy
+from ..level import Ids, Level
 from ..proposers.base import Proposer
-from .base import TREES, TreePolicy
-from .drawn import grown
+from ..sampling import warp, whole
+from .base import TREES, TreePolicy, goes_deeper
+from .sampled import _distinct
 
 
 @TREES.register(Chain)
 class ChainPolicy(TreePolicy):
-    """Each token is the best prediction after the one before, or sampled from it (see `drawn`)."""
+    """Each token is the best prediction after the one before, or sampled from it."""
 
     record: Chain
 
@@ -40,3 +52,49 @@ def _chain(tokens: list[int], given: Sequence[torch.Tensor | None], index: int) 
         return NO_DRAFT
     probs = [row[index] for row in given[:count] if row is not None]
     return Draft(tokens[:count], torch.stack(probs) if len(probs) == count else None)
+
+
+def candidates(
+    level: Level, wanted: Flags, count: int, options: GenerationOptions
+) -> tuple[Ids, torch.Tensor | None]:
+    """Up to `count` tokens that may follow each chain's last node, i64[B,K], -1 where there is
+    none, and what those of each sequence were sampled from, f32[B,V]; None: they are the best ones.
+
+    level: of one node a sequence. wanted: bool[B], the sequences whose tokens are read.
+    """
+    best: Ids = level.tokens[:, 0, :count]
+    rows = np.flatnonzero(wanted & (best[:, 0] >= 0))
+    if not options.do_sample or level.logits is None or not len(rows):
+        return best, None
+    chances = warp(torch.from_numpy(level.logits[rows, 0]).float(), options)
+    places = _distinct(torch.from_numpy(chances.probs).double(), count, options.random()).numpy()
+    known = places.clip(0)
+    tokens = known if chances.ids is None else np.take_along_axis(chances.ids, known, 1)
+    drawn: Ids = np.full((len(best), places.shape[1]), -1, dtype=np.int64)
+    drawn[rows] = np.where(places < 0, -1, tokens)
+    probs = whole(chances, level.logits.shape[-1])
+    if len(rows) < len(best):
+        probs = probs.new_zeros(len(best), probs.shape[1]).index_copy(
+            0, torch.from_numpy(rows), probs
+        )
+    return drawn, probs
+
+
+def grown(
+    proposer: Proposer,
+    limits: list[int],
+    length: LengthPolicy,
+    count: int,
+    options: GenerationOptions,
+) -> Iterator[tuple[Level, Ids, torch.Tensor | None]]:
+    """Level by level what a proposer says, and its `candidates`; the first of them are predicted
+    further. limits: levels of each sequence at most; shortened where `length` has enough."""
+    level, depth = proposer.root(count), 0
+    none_above = np.zeros((len(limits), 1), dtype=np.int64)
+    while True:
+        depth += 1
+        tokens, probs = candidates(level, np.array(limits) >= depth, count, options)
+        yield level, tokens, probs
+        if not goes_deeper(length, level, depth, limits):
+            return
+        level = proposer.grow(tokens[:, :1], none_above, count)

@@ -17,12 +17,12 @@ from ..lengths.base import LengthPolicy
 from ..level import Ids, Level
 from ..proposers.base import Proposer
 from .base import TREES, TreePolicy
-from .drawn import grown
+from .chain import grown
 
 
 @TREES.register(WidenedChain)
 class WidenedChainPolicy(TreePolicy):
-    """Only the chain is predicted further: siblings cost the drafter nothing (see `drawn`)."""
+    """Only the chain is predicted further: siblings cost the drafter nothing (see `chain`)."""
 
     record: WidenedChain
 
