@@ -28,7 +28,7 @@ from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime.feeding.draft import Draft
 from graftwork.runtime.generate import generate
 from graftwork.runtime.speculate.drafters import grown
-from graftwork.runtime.speculate.drafters.merged import merged
+from graftwork.runtime.speculate.drafters.combining import merged
 from graftwork.training import fit
 from graftwork.training.fit import accepted_per_step
 

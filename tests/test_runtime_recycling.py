@@ -11,7 +11,7 @@ from graftwork.passes.drafting.recycling import RecyclingDraft, RecyclingDrafter
 from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.runtime import generate
 from graftwork.runtime.feeding.draft import Draft
-from graftwork.runtime.speculate.drafters.merged import merged
+from graftwork.runtime.speculate.drafters.combining import merged
 
 VOCAB = 12
 TREES = StaticTree()

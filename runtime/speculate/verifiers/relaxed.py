@@ -9,9 +9,10 @@ from math import log
 import numpy as np
 import torch
 
+from ....ir.plan import TopKAccept, Typical
 from ...feeding.draft import Draft
 from ..sampling import Array, Chances, StepToVerify, bad_logits, best
-from .base import NOTHING_GAINED, Verdict, Verifier
+from .base import GREEDY, NOTHING_GAINED, SAMPLING, VERIFIERS, Verdict, Verifier
 
 
 class RelaxedVerifier(Verifier):
@@ -92,3 +93,40 @@ class RelaxedVerifier(Verifier):
         if np.isnan(probs[:, 0]).any():
             raise bad_logits()
         return Chances(probs, None)
+
+
+@VERIFIERS.register(TopKAccept, GREEDY)
+@VERIFIERS.register(TopKAccept, SAMPLING)
+class TopKVerifier(RelaxedVerifier):
+    """A token passes if it is among the `count` likeliest, or as likely as the last of them.
+
+    Source: Stern et al., "Blockwise Parallel Decoding for Deep Autoregressive Models" (2018),
+    section 5.1.
+    """
+
+    record: TopKAccept
+
+    def bounds(self, probs: Array) -> Array:
+        count = min(self.record.count, probs.shape[-1])
+        found: Array = torch.from_numpy(probs).topk(count).values[:, -1].numpy()
+        return found
+
+
+@VERIFIERS.register(Typical, GREEDY)
+@VERIFIERS.register(Typical, SAMPLING)
+class TypicalVerifier(RelaxedVerifier):
+    """A token passes if p reaches min(floor, share * exp(-entropy of p)).
+
+    exp(-entropy) is at most the best token's p. Source: Cai et al., "Medusa: Simple LLM Inference
+    Acceleration Framework with Multiple Decoding Heads" (2024), section 2.3.1.
+    """
+
+    record: Typical
+
+    def bounds(self, probs: Array) -> Array:
+        tiny = np.finfo(probs.dtype).tiny
+        entropy = -(probs * np.log(np.maximum(probs, tiny))).sum(-1)
+        bounds = np.minimum(self.record.floor, self.record.share * np.exp(-entropy))
+        # Rounding must not stop the best token of a flat distribution.
+        found: Array = np.minimum(bounds, probs.max(-1))
+        return found
