@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from ...ir.execution.executable import Executable
+from ...ir.plan import MarkChunks, StoreOld
 from ..asking.text import Text
-from .base import CachePolicy
+from .base import CACHES, CachePolicy
 
 
 class BlockPolicy(CachePolicy):
@@ -50,3 +51,33 @@ class BlockPolicy(CachePolicy):
 
     def _is_due(self, index: int, text: Text) -> bool:
         return not text.done and text.rows != self.seen[index] and self.is_due(text.rows)
+
+
+@CACHES.register(MarkChunks)
+class MarkPolicy(BlockPolicy):
+    """Chunks of rows get landmarks where a text ends a block; see the pass read_chunks."""
+
+    record: MarkChunks
+
+    def is_due(self, rows: int) -> bool:
+        return rows > 0 and rows % self.block == 0
+
+    def back_to(self, fed: int, count: int) -> int:
+        """Anywhere: landmarks of whole blocks belong to the common text; no others are read."""
+        return count
+
+
+@CACHES.register(StoreOld)
+class StorePolicy(BlockPolicy):
+    """Old rows get codes of few bits where a text ends a block; see the pass quantize_old_rows."""
+
+    record: StoreOld
+
+    def is_due(self, rows: int) -> bool:
+        return rows % self.block == 0 and rows >= self.record.most_latest
+
+    def back_to(self, fed: int, count: int) -> int:
+        """To after the last place where rows got codes; at that place some may lack theirs."""
+        if fed < self.record.most_latest:
+            return count
+        return count if count > fed - fed % self.block else 0

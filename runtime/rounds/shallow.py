@@ -1,6 +1,6 @@
 """Steps with chains that the target's own first layers draft, token by token.
 
-The result is the general step's. Each level of a draft is two held calls (see `leading`), and
+The result is the general step's. Each level of a draft is two held calls (see `Leader`), and
 verification goes on from the states that the first layers left.
 """
 

@@ -15,11 +15,10 @@ import numpy as np
 from ....ir.plan import record
 from ....ir.plan.bounds import Filled
 from ....runtime.speculate.committed import CommittedRows
-from ....runtime.speculate.leading import CachedLeader
 from ....runtime.speculate.level import Ids, Level
 from ....runtime.speculate.proposers.base import PROPOSERS
 from ....runtime.speculate.proposers.hidden import level_of
-from ....runtime.speculate.proposers.shallow import LeadingProposer
+from ....runtime.speculate.proposers.shallow import CachedLeader, LeadingProposer
 from ....runtime.speculate.setting import Setting
 from ..exit import ExitDraft
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ....ir import UnsupportedError
+from ....ir.plan import NoDraft
 from ...feeding.draft import NO_DRAFT, Draft, VerifiedStep
 from ...feeding.outputs import integers
 from ...registry import Registry
@@ -79,3 +80,11 @@ class ChainDrafter(Drafter):
 
 
 DRAFTERS: Registry[Drafter] = Registry(__package__)
+
+
+@DRAFTERS.register(NoDraft)
+class NoDrafter(Drafter):
+    """Proposes nothing."""
+
+    def propose(self, rooms: Sequence[int]) -> list[Draft]:
+        return [NO_DRAFT] * len(rooms)
