@@ -34,7 +34,7 @@ from graftwork.passes.stepping.add_top_tokens import AddTopTokens
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import generate
 from graftwork.runtime.memo import learnt
-from graftwork.runtime.rounds import missed, plain
+from graftwork.runtime.rounds import plain
 from graftwork.runtime.rounds.general import GeneralRound
 from graftwork.runtime.rounds.plain import RestingRound
 from graftwork.runtime.speculate.lengths.base import LengthPolicy
@@ -140,7 +140,7 @@ def test_outputs_that_are_not_plain_memory_are_kept_too(
 ) -> None:
     first, second = (executable_of(DRAFTERS["eagle"], "eager") for _ in range(2))
     wanted = decoded(monkeypatch, first, 3)
-    monkeypatch.setattr(missed, "piece", lambda values: (values, 1))
+    monkeypatch.setattr(plain, "piece", lambda values: (values, 1))
     assert decoded(monkeypatch, second, 3) == wanted
 
 
