@@ -34,15 +34,10 @@ def generate(
         int | None, typer.Option(help="At most this many (default: the checkpoint's, else 128).")
     ] = None,
     temperature: Annotated[
-        float | None,
-        typer.Option(help="0: greedy; above: sampling (default: the checkpoint's)."),
+        float | None, typer.Option(help="0: greedy; above: sampling (default: the checkpoint's).")
     ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="Sample among the k most likely tokens.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Sample within this cumulative probability.")
-    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample among this many tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample within this probability.")] = None,
     seed: Annotated[int | None, typer.Option(help="Random seed of sampling.")] = None,
     recipe: MaybeRecipe = None,
     set_: SetOption = [],  # noqa: B006  (typer copies it)
