@@ -86,9 +86,9 @@ def test_the_first_call_of_a_draft_is_held(drafter: str, monkeypatch: pytest.Mon
     seen: list[tuple[list[int], list[int]]] = []
 
     def watched(verify):
-        def spy(self, outputs, texts, drafts):
-            seen.append((list(drafts[0].tokens), texts[0].tokens[:]))
-            return verify(self, outputs, texts, drafts)
+        def spy(self, step):
+            seen.append((list(step.drafts[0].tokens), step.texts[0].tokens[:]))
+            return verify(self, step)
 
         return spy
 
