@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from every_recipe import program_of
-from selection import mostly_long, rarely
+from selection import mostly_long, one_in, rarely
 from test_runtime_cached import padded, with_itself
 from tiny import named, tiny_llama
 
@@ -178,7 +178,7 @@ def rows_held(executable: Any) -> dict[str, torch.Tensor]:
     return {name: t[:, :made] if name in own else t for name, t in rows.items()}
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle chain", "model", "staged"])
+@pytest.mark.parametrize("name", one_in(2, ["eagle", "eagle chain", "staged", "model"]))
 def test_rows_are_those_of_a_fresh_program(name: str) -> None:
     """Drafts that nobody accepts cannot be told by the text: here their rows are looked at."""
     program, target = MODELS[name](), Target("eager", threads=1)

@@ -62,7 +62,7 @@ def test_no_channel_stands_out() -> None:
     assert (spread.abs().amax(-1) / spread.pow(2).mean(-1).sqrt()).mean() < 4
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", mostly_long(REFUSED, keep=REFUSED.keys() - {"olmo2"}))
 def test_other_streams_are_refused(name: str) -> None:
     with pytest.raises(PassError, match=f"rotate_hidden: .*{REFUSED[name]}"):
         RotateHidden().run(raised(imported(name)[1]))

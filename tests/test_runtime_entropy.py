@@ -94,7 +94,9 @@ def test_models_take_turns_as_the_method_says(backend: str) -> None:
         assert 8 < count < COUNT - 4, "both must write"
 
 
-@pytest.mark.parametrize("more", [(), ("draft_suffix",), ("int8",)], ids=str)
+@pytest.mark.parametrize(
+    "more", [(), pytest.param(("draft_suffix",), marks=pytest.mark.long), ("int8",)], ids=str
+)
 def test_at_a_threshold_of_nothing_the_text_is_the_targets(more: tuple[str, ...]) -> None:
     fast = compiled("eager", 0.0, *more)
     found = generate(fast, PROMPTS, attention_mask=MASK, **ASKED)

@@ -112,7 +112,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch, executable: Executable, batch: int)
 
 @pytest.mark.parametrize(
     ("name", "batch", "backend"),
-    [(name, 1, "eager") for name in DRAFTERS]
+    one_in(2, [(name, 1, "eager") for name in DRAFTERS])
     + one_in(3, [(name, 3, "eager") for name in DRAFTERS if name not in SHARING])
     + one_in(
         2, [(name, 1, "onnxruntime") for name in ("recycling", "medusa", "eagle tree", "hydra")]

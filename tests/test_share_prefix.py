@@ -92,6 +92,7 @@ def held(executable: Any) -> int:
     on_backends(
         ("suffix", "recycling", "eagle chain"),
         everywhere=("suffix",),
+        rare=("eagle chain",),
     ),
 )
 def test_texts_are_those_of_each_alone(name: str, backend: str) -> None:

@@ -58,7 +58,7 @@ def same_as_transformers(folder: Path, kind: type) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore::graftwork.ir.support.errors.GraftworkWarning")
-@pytest.mark.parametrize(("name", "said"), one_in(3, product([*TIED, *T5], [True, False])))
+@pytest.mark.parametrize(("name", "said"), one_in(5, product([*TIED, *T5], [True, False])))
 def test_what_the_file_holds_counts(name: str, said: bool, tmp_path: Path) -> None:
     """Whichever of tied names a file holds, and whatever the configuration says of them."""
     model = tied(name)
