@@ -24,6 +24,7 @@ from . import aten_convolution, aten_math, aten_shapes  # noqa: F401  (they fill
 from .aten import Call, known, lower
 from .builder import Builder
 from .complex_pairs import involves_complex, lower_complex
+from .copies import Copies, is_copy
 from .sites import site_of_trace, strip_root
 from .sizes import Sizes
 
@@ -98,6 +99,8 @@ class _Importer:
     def run(self, outputs: Sequence[str]) -> Imported:
         self.bind_inputs()
         results = _results(self.exported, len(outputs))
+        self.live = _live(self.exported.graph, results)
+        self.copies = Copies(self.exported, self.root, self.live)
         self.walk(self.exported.graph, results)
         values = [self.value(result) for result in results]
         if not isinstance(values[0], torch.fx.Node):
@@ -146,14 +149,28 @@ class _Importer:
         for node in graph.nodes:
             if node.op == "get_attr":
                 self.env[node] = _attribute(graph, str(node.target))
-            if node.op != "call_function" or node not in live:
-                continue
-            site = site_of_trace(node, self.root)
-            self.b.site = site
-            try:
-                self.env[node] = self.lower(node)
-            except GraftworkError as error:
-                raise UnsupportedError(f"{_where(site)}: {error}") from error
+            if node.op == "call_function" and node in live:
+                self.visit(node, site_of_trace(node, self.root))
+
+    def visit(self, node: torch.fx.Node, site: Site) -> None:
+        """Lower a call of the trace."""
+        self.b.site = site
+        try:
+            self.env[node] = self.copy(node) if is_copy(node) else self.lower(node)
+        except GraftworkError as error:
+            raise UnsupportedError(f"{_where(site)}: {error}") from error
+
+    def copy(self, node: torch.fx.Node) -> Any:
+        """A layer that is like another: what that one does, with this one's weights."""
+        like = self.copies.of(node)
+        outer, x = self.env, self.value(node.args[0])
+        self.env = {**outer, like.begin: x}
+        self.env |= {placeholder: outer[own] for placeholder, own in like.own.items()}
+        for inner in like.between:
+            self.visit(inner, like.site(site_of_trace(inner, self.root)))
+        result = self.value(like.end.args[0])
+        self.env = outer
+        return result
 
     def lower(self, node: torch.fx.Node) -> Any:
         """The value of one call of the trace."""

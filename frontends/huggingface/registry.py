@@ -145,7 +145,7 @@ def attention_forward(
     if softcap is not None:
         options["softcap"] = float(softcap)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    how: dict[str, Any] = {"layer": _layer(module), "scale": scale}
+    how: dict[str, Any] = {"layer": 0, "scale": scale}  # numbered in the program
     if kind.causal and position_bias is None:
         out = torch.ops.graftwork.attention(query, key, value, s_aux, **how, **options)
     elif options or s_aux is not None:
@@ -157,10 +157,6 @@ def attention_forward(
         traced = torch.ops.graftwork.traced_attention
         out = traced(query, key, value, position_bias, causal=kind.causal, **how)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _layer(module: nn.Module) -> int:
-    return int(getattr(module, "layer_idx", None) or 0)
 
 
 def register() -> None:

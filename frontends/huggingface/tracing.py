@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ...ir import Weight
+from ...ir import UnsupportedError, Weight
 from ..importer import LOGITS, Imported, import_exported
 from ..kept_traces import kept_trace
+from ..layers import Kinds, NotAlike
 from ..trace import export
 from ..trace_key import trace_key
 from .recurrences import as_ops
 from .registry import one_sequence_a_row, reading_sources
+
+WHOLE = "GRAFTWORK_TRACE_ALL_LAYERS"
+"""The environment variable that has every layer traced, also one like others; set to 1."""
 
 
 def import_traced(
@@ -38,13 +43,23 @@ def import_traced(
     types = {taken: str(type) for taken, type in inputs.items()}
     key = trace_key(wrapper, kind, context, types, tuple(outputs), name, reads_source)
 
-    def make() -> Imported:
+    def make(kinds: Kinds | None) -> Imported:
         with contextlib.ExitStack() as inside:
             inside.enter_context(one_sequence_a_row())
             inside.enter_context(as_ops(wrapper.model))
             if reads_source:
                 inside.enter_context(reading_sources())
+            if kinds is not None:
+                inside.enter_context(kinds.watched())
             exported = export(wrapper, mode, context, kind, list(inputs.values()))
+        if kinds is not None and kinds.number_used:
+            raise NotAlike("a layer's number is used")
         return import_exported(exported, "model", weight_of, inputs, outputs, name)
 
-    return kept_trace(key, weight_of, make)
+    def by_kinds() -> Imported:
+        if os.environ.get(WHOLE, "") in ("", "0"):
+            with contextlib.suppress(NotAlike, UnsupportedError):
+                return make(Kinds(wrapper.model))
+        return make(None)
+
+    return kept_trace(key, weight_of, by_kinds)
