@@ -39,11 +39,10 @@ from graftwork.backends import Target
 from graftwork.recipe import Recipe
 from graftwork.runtime.asking.options import BEST
 from graftwork.runtime.asking.request import read_request
-from graftwork.runtime.asking.text import Text
-from graftwork.runtime.feeding.draft import Draft
 from graftwork.runtime.generate import forget
 from graftwork.runtime.loop import run
 from graftwork.runtime.rounds import Decoding
+from graftwork.runtime.speculate.sampling import StepToVerify
 from graftwork.runtime.speculate.verifiers.base import Verdict, Verifier
 
 matplotlib.use("Agg")
@@ -104,12 +103,10 @@ class Reader(Verifier):
         self.best: list[int] = []
         self.scorer = inner.scorer
 
-    def verify(
-        self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
-    ) -> list[Verdict]:
+    def verify(self, step: StepToVerify) -> list[Verdict]:
         """One token of the one text there is."""
-        token = self.tokens[len(texts[0].tokens)]
-        scores = outputs["logits"][0, 0].float().log_softmax(-1)
+        token = self.tokens[len(step.texts[0].tokens)]
+        scores = step.outputs["logits"][0, 0].float().log_softmax(-1)
         self.losses.append(-float(scores[token]))
         self.best.append(int(scores.argmax()))
         return [Verdict((), [token])]

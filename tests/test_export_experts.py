@@ -184,7 +184,7 @@ REFUSED = {
         {"exclude": []},
         r"no Linear.*exclude=\['model\.layers\.\*\.mlp\.gate\.weight'\]",
     ),
-    "gpt_oss": ({"exclude": ["*router*"]}, r"gate_up_proj cannot be said.* in another order"),
+    "gpt_oss": ({"exclude": ["*router*"]}, r"gate_up_proj cannot be written as.* in another order"),
     "granitemoe": (
         {"exclude": ["*router*"]},
         r"have no weight for each expert, but .*input_linear",

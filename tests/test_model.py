@@ -207,5 +207,5 @@ def test_the_report_tells_the_memory_by_part(source: str, backend: str) -> None:
     assert 0 < found.code < found.total == sum(found)
     assert model.report == type(report).model_validate_json(report.model_dump_json())
     del model
-    with pytest.raises(InputError, match="the model itself is gone"):
+    with pytest.raises(InputError, match="the memory is unknown, because the model was deleted"):
         report.memory()
