@@ -47,7 +47,8 @@ def gguf_theirs(path: Path) -> torch.Tensor:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     reader = gguf.GGUFReader(path)
-    said = {name: field.contents() for name, field in reader.fields.items()}
+    fields = {n: f for n, f in reader.fields.items() if not n.startswith("tokenizer.")}
+    said = {name: field.contents() for name, field in fields.items()}
     arch = said["general.architecture"]
     value = lambda key, default=None: said.get(f"{arch}.{key}", default)  # noqa: E731
     single = lambda found: found[0] if isinstance(found, list) else found  # noqa: E731
