@@ -88,7 +88,9 @@ class Copies:
             raise NotAlike(f"{stack}.{like} differs from the next layer of its kind")
         begin, end = self.marks[place]
         own = self._own(stack, like, layer)
-        return Copy(begin, end, self.layers[place], own, f"{stack}.{like}", f"{stack}.{layer}")
+        return Copy(
+            begin, end, self.layers.get(place, []), own, f"{stack}.{like}", f"{stack}.{layer}"
+        )
 
     def _own(self, stack: str, one: int, other: int) -> dict[torch.fx.Node, torch.fx.Node]:
         prefix = f"{stack}.{one}."
@@ -109,7 +111,7 @@ class Copies:
         places = (stack, one), (stack, other)
         if any(len(self.marks.get(place, ())) != 2 for place in places):
             return False
-        nodes = [self.layers[place] for place in places]
+        nodes = [self.layers.get(place, []) for place in places]
         if len(nodes[0]) != len(nodes[1]):
             return False
         partner: dict[Any, Any] = dict(zip(*nodes, strict=True))

@@ -97,10 +97,18 @@ def test_one_layer_that_is_not_like_the_others(
 def test_a_layer_whose_number_counts_is_traced_whole(
     seen: list[Kinds], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = ALL["gpt2"]
-    config = {**known.config, "n_layer": LAYERS, "scale_attn_by_inverse_layer_idx": True}
-    check(build(replace(known, config=config)), monkeypatch)
-    assert seen[0].number_used or seen[0].skipped == 0
+    model = deeper("llama")
+    kind = type(model.model.layers[0].self_attn)
+    forward = kind.forward
+
+    def scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out, *rest = forward(self, *args, **kwargs)
+        return out * (self.layer_idx + 1.5), *rest
+
+    monkeypatch.setattr(kind, "forward", scaled)
+    check(model, monkeypatch)
+    assert seen[0].number_used
+    assert all(f", {n}.5)" in program_text(import_model(model)) for n in range(1, LAYERS + 1))
 
 
 def test_layers_that_look_alike_and_are_not(
