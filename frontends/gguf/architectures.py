@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import options as of
-from .metadata import Metadata
-
-Options = Callable[[Metadata], dict[str, Any]]
+from .terms import Fixed, Present, Term
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Architecture:
     any_dim: bool = True
     attends: bool = True
     alike: bool = True
-    options: Options = lambda meta: {}
+    options: tuple[Term, ...] = ()
     layouts: Mapping[str, Layout] = field(default_factory=dict)
 
 
@@ -87,43 +85,41 @@ _OF_LAYER_NORM: dict[str, Any] = {"centred": True, "eps": "layer_norm_eps"}
 _OF_GPT: dict[str, Any] = {"centred": True, "eps": "layer_norm_epsilon", "rotary": False}
 
 ARCHITECTURES = {
-    "arcee": Architecture("arcee", options=of.llama, layouts=_PAIRS),
+    "arcee": Architecture("arcee", options=of.LLAMA, layouts=_PAIRS),
     "bloom": Architecture("bloom", layouts=_FUSED, **_OF_GPT),
     "cohere2": Architecture(
         "cohere2",
         window=True,
-        options=lambda meta: {**of.cohere(meta), **of.alternating(meta, 4, 4096)},
+        options=of.COHERE2,
         **_OF_LAYER_NORM,
     ),
-    "command-r": Architecture("cohere", options=of.cohere, **_OF_LAYER_NORM),
+    "command-r": Architecture("cohere", options=of.COHERE, **_OF_LAYER_NORM),
     "deepseek2": Architecture(
-        "deepseek_v2", alike=False, experts=True, options=of.deepseek2, layouts=_LATENT
+        "deepseek_v2", alike=False, experts=True, options=of.DEEPSEEK2, layouts=_LATENT
     ),
     "deepseek2 with sigmoids": Architecture(
-        "deepseek_v3", alike=False, experts=True, options=of.deepseek3, layouts=_LATENT
+        "deepseek_v3", alike=False, experts=True, options=of.DEEPSEEK3, layouts=_LATENT
     ),
-    "ernie4_5": Architecture(
-        "ernie4_5", options=lambda s: {"use_bias": s.has("blk.0.attn_q.bias")}
-    ),
-    "exaone4": Architecture("exaone4", divided=True, window=True, options=of.exaone4),
+    "ernie4_5": Architecture("ernie4_5", options=(Present("use_bias", "blk.0.attn_q.bias"),)),
+    "exaone4": Architecture("exaone4", divided=True, window=True, options=of.EXAONE4),
     "falcon": Architecture(
         "falcon",
         inner="ffn_hidden_size",
         any_dim=False,
-        options=of.falcon,
+        options=of.FALCON,
         layouts=_FUSED,
         centred=True,
         eps="layer_norm_epsilon",
     ),
     "gemma": Architecture("gemma", layouts=_NORMS),
-    "gemma2": Architecture("gemma2", window=True, options=of.gemma2, layouts=_NORMS),
-    "gemma3": Architecture("gemma3_text", window=True, options=of.gemma3, layouts=_NORMS),
-    "glm4": Architecture("glm4", partial=True, options=of.biases),
+    "gemma2": Architecture("gemma2", window=True, options=of.GEMMA2, layouts=_NORMS),
+    "gemma3": Architecture("gemma3_text", window=True, options=of.GEMMA3, layouts=_NORMS),
+    "glm4": Architecture("glm4", partial=True, options=(of.ATTENTION_BIAS,)),
     "gpt-oss": Architecture(
         "gpt_oss",
         window=True,
         experts=True,
-        options=of.gpt_oss,
+        options=of.GPT_OSS,
         layouts={
             r"experts\.gate_up_proj": Layout("interleaved"),
             r"experts\.down_proj$": Layout("transposed"),
@@ -138,62 +134,56 @@ ARCHITECTURES = {
     "gptneox": Architecture(
         "gpt_neox",
         partial=True,
-        options=lambda meta: {"use_parallel_residual": meta.flag("use_parallel_residual", True)},
+        options=(of.PARALLEL,),
         layouts=_FUSED,
         **_OF_LAYER_NORM,
     ),
-    "granite": Architecture("granite", options=of.granite, layouts=_PAIRS),
-    "granitemoe": Architecture("granitemoe", experts=True, options=of.granite_moe, layouts=_PAIRS),
+    "granite": Architecture("granite", options=of.GRANITE, layouts=_PAIRS),
+    "granitemoe": Architecture("granitemoe", experts=True, options=of.GRANITE_MOE, layouts=_PAIRS),
     "lfm2": Architecture(
         "lfm2",
         eps="norm_eps",
         attends=False,
-        options=of.lfm2,
+        options=of.LFM2,
         layouts={r"conv\.conv\.weight$": Layout("reshaped")},
     ),
-    "llama": Architecture("llama", divided=True, options=of.llama, layouts=_PAIRS),
-    "llama of experts": Architecture("mixtral", experts=True, options=of.mixtral, layouts=_PAIRS),
+    "llama": Architecture("llama", divided=True, options=of.LLAMA, layouts=_PAIRS),
+    "llama of experts": Architecture("mixtral", experts=True, options=of.MIXTRAL, layouts=_PAIRS),
     "mamba": Architecture(
-        "mamba", alike=False, eps="layer_norm_epsilon", options=of.mamba, layouts=_STATES
+        "mamba", alike=False, eps="layer_norm_epsilon", options=of.MAMBA, layouts=_STATES
     ),
     "mamba2": Architecture(
-        "mamba2", alike=False, eps="layer_norm_epsilon", options=of.mamba2, layouts=_STATES
+        "mamba2", alike=False, eps="layer_norm_epsilon", options=of.MAMBA2, layouts=_STATES
     ),
-    "mpt": Architecture("mpt", options=of.mpt, **_OF_GPT),
+    "mpt": Architecture("mpt", options=of.MPT, **_OF_GPT),
     "nemotron": Architecture(
-        "nemotron", partial=True, centred=True, eps="norm_eps", options=of.llama, layouts=_NORMS
+        "nemotron", partial=True, centred=True, eps="norm_eps", options=of.LLAMA, layouts=_NORMS
     ),
-    "olmo2": Architecture("olmo2", options=of.biases),
-    "olmoe": Architecture("olmoe", experts=True, options=of.olmoe),
+    "olmo2": Architecture("olmo2", options=(of.ATTENTION_BIAS,)),
+    "olmoe": Architecture("olmoe", experts=True, options=of.OLMOE),
     "phi2": Architecture("phi", partial=True, **_OF_LAYER_NORM),
-    "phi3": Architecture("phi3", partial=True, window=True, options=of.phi3),
+    "phi3": Architecture("phi3", partial=True, window=True, options=of.PHI3),
     "qwen2": Architecture("qwen2"),
-    "qwen2moe": Architecture("qwen2_moe", experts=True, options=of.qwen2_moe),
+    "qwen2moe": Architecture("qwen2_moe", experts=True, options=of.QWEN2_MOE),
     "qwen3": Architecture("qwen3"),
-    "qwen3moe": Architecture("qwen3_moe", experts=True, options=of.qwen3_moe),
+    "qwen3moe": Architecture("qwen3_moe", experts=True, options=of.QWEN3_MOE),
     "seed_oss": Architecture(
         "seed_oss",
-        options=lambda meta: {
-            **of.biases(meta),
-            "attention_out_bias": meta.has("blk.0.attn_output.bias"),
-        },
+        options=(of.ATTENTION_BIAS, Present("attention_out_bias", "blk.0.attn_output.bias")),
     ),
-    "smollm3": Architecture("smollm3", options=of.llama, layouts=_PAIRS),
+    "smollm3": Architecture("smollm3", options=of.LLAMA, layouts=_PAIRS),
     "stablelm": Architecture(
         "stablelm",
         partial=True,
-        options=lambda meta: {
-            "use_parallel_residual": meta.flag("use_parallel_residual", True),
-            "use_qkv_bias": meta.has("blk.0.attn_q.bias"),
-        },
+        options=(of.PARALLEL, Present("use_qkv_bias", "blk.0.attn_q.bias")),
         **_OF_LAYER_NORM,
     ),
     "starcoder2": Architecture(
         "starcoder2",
         centred=True,
         eps="norm_epsilon",
-        options=lambda meta: {"use_bias": meta.has("blk.0.attn_q.bias"), "sliding_window": None},
+        options=(Present("use_bias", "blk.0.attn_q.bias"), Fixed({"sliding_window": None})),
     ),
-    "t5": Architecture("t5", eps="layer_norm_epsilon", rotary=False, inner="d_ff", options=of.t5),
+    "t5": Architecture("t5", eps="layer_norm_epsilon", rotary=False, inner="d_ff", options=of.T5),
 }
 """By the name that a file has in general.architecture."""

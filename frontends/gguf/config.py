@@ -18,6 +18,7 @@ from ...ir.support.names import shown
 from .architectures import ARCHITECTURES, Architecture
 from .metadata import Metadata
 from .reader import Value
+from .terms import read_all
 
 SILENT = {
     "attention.layer_norm_epsilon",  # norms of one kind have one epsilon: the other is not used
@@ -108,7 +109,7 @@ def config_of(meta: Metadata) -> dict[str, Any]:
         raise meta.no_model(f"{meta.name}.context_length is {context}")
     if known.alike:
         found |= _attention(meta, known, hidden, context)
-    found |= known.options(meta)
+    found |= read_all(known.options, meta)
     _refuse_others(meta)
     return found
 

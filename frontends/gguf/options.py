@@ -1,7 +1,7 @@
 """Options of transformers' configurations that GGUF files give beside those that all have.
 
-A function each, of the metadata; `architectures` says whose they are. Where a key is missing, the
-value is the one that llama.cpp's loader takes.
+Terms, which read and write (see `terms`); `architectures` says whose they are. Where an entry is
+missing, the value is the one that llama.cpp's loader takes.
 """
 
 from __future__ import annotations
@@ -9,154 +9,212 @@ from __future__ import annotations
 from typing import Any
 
 from .metadata import Metadata
+from .terms import Both, Entries, Fixed, Key, Present, Term, both
+
+ATTENTION_BIAS = Present("attention_bias", "blk.0.attn_q.bias")
+LLAMA = ATTENTION_BIAS, Present("mlp_bias", "blk.0.ffn_up.bias")
+PARALLEL = Key("use_parallel_residual", kind=bool, default=True)
+_CLAMP = Key("attention.clamp_kqv", "clip_qkv", float, 0.0, zero=None)
+_LOGIT_SCALE = Key("logit_scale", kind=float, default=0.0, zero=1.0)
 
 
-def llama(meta: Metadata) -> dict[str, Any]:
-    return {
-        "attention_bias": meta.has("blk.0.attn_q.bias"),
-        "mlp_bias": meta.has("blk.0.ffn_up.bias"),
+def rotary_entries(rope: Any, context: int) -> Entries:
+    """What `Metadata.rotary` reads, of rotary embeddings as transformers has them; those whose
+    frequencies are divided one by one (llama 3.1) are in a tensor of the file, not here."""
+    entries: Entries = {"rope.freq_base": float(rope["rope_theta"])}
+    kind = rope.get("rope_type", "default")
+    if kind in ("linear", "yarn"):
+        entries |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+    if kind == "yarn":
+        entries |= {
+            "rope.scaling.original_context_length": int(
+                rope.get("original_max_position_embeddings") or context
+            ),
+            "rope.scaling.yarn_beta_fast": float(rope.get("beta_fast") or 32.0),
+            "rope.scaling.yarn_beta_slow": float(rope.get("beta_slow") or 1.0),
+        }
+    return entries
+
+
+def alternating(every: int, window: int) -> Both:
+    """Of so many layers one sees all tokens, the last of them. Files are written without a pattern:
+    llama.cpp knows it by the architecture."""
+
+    @both(lambda config: Key("attention.sliding_window", "sliding_window").write(config))
+    def term(meta: Metadata) -> dict[str, Any]:
+        layers = meta.number("block_count", int)
+        given = meta.get("attention.sliding_window_pattern")
+        sliding = [(layer + 1) % every != 0 for layer in range(layers)]
+        if isinstance(given, tuple) and len(given) == layers:
+            sliding = [bool(one) for one in given]
+        elif given is not None and given != every:
+            raise meta.unlike("attention.sliding_window_pattern", given, every)
+        return {
+            "sliding_window": meta.number("attention.sliding_window", int, window),
+            "layer_types": ["sliding_attention" if s else "full_attention" for s in sliding],
+        }
+
+    return term
+
+
+def scaled_by(layers: int) -> Both:
+    """Of what Gemma's scores are divided by the root: a head's channels, but in its largest model,
+    which llama.cpp knows by its layers, the hidden channels of a head. It reads no other scale, so
+    none is written."""
+
+    @both()
+    def term(meta: Metadata) -> dict[str, Any]:
+        heads, hidden = meta.count("attention.head_count"), meta.number("embedding_length", int)
+        scale = meta.number("attention.scale", float, 0.0)
+        wide = meta.number("block_count", int) == layers
+        plain = (
+            hidden / heads if wide else meta.number("attention.key_length", int, hidden // heads)
+        )
+        return {"query_pre_attn_scalar": scale**-2 if scale else plain}
+
+    return term
+
+
+GEMMA2 = (
+    Key("attn_logit_softcapping", kind=float, default=50.0),
+    Key("final_logit_softcapping", kind=float, default=30.0),
+    scaled_by(46),
+    alternating(2, 4096),
+)
+
+
+@both(
+    lambda config: {
+        **rotary_entries(config.rope_parameters["full_attention"], config.max_position_embeddings),
+        "rope.freq_base_swa": float(config.rope_parameters["sliding_attention"]["rope_theta"]),
     }
-
-
-def biases(meta: Metadata) -> dict[str, Any]:
-    return {"attention_bias": meta.has("blk.0.attn_q.bias")}
-
-
-def alternating(meta: Metadata, every: int, window: int) -> dict[str, Any]:
-    """Of so many layers one sees all tokens, the last of them."""
-    layers = meta.number("block_count", int)
-    given = meta.get("attention.sliding_window_pattern")
-    sliding = [(layer + 1) % every != 0 for layer in range(layers)]
-    if isinstance(given, tuple) and len(given) == layers:
-        sliding = [bool(one) for one in given]
-    elif given is not None and given != every:
-        raise meta.unlike("attention.sliding_window_pattern", given, every)
-    return {
-        "sliding_window": meta.number("attention.sliding_window", int, window),
-        "layer_types": ["sliding_attention" if s else "full_attention" for s in sliding],
-    }
-
-
-def gemma2(meta: Metadata) -> dict[str, Any]:
-    return {
-        "attn_logit_softcapping": meta.number("attn_logit_softcapping", float, 50.0),
-        "final_logit_softcapping": meta.number("final_logit_softcapping", float, 30.0),
-        "query_pre_attn_scalar": scaled_by(meta, 46),
-        **alternating(meta, 2, 4096),
-    }
-
-
-def gemma3(meta: Metadata) -> dict[str, Any]:
+)
+def _two_bases(meta: Metadata) -> dict[str, Any]:
     local = meta.number("rope.freq_base_swa", float, 10000.0)
     return {
-        "final_logit_softcapping": meta.number("final_logit_softcapping", float, 0.0) or None,
-        "query_pre_attn_scalar": scaled_by(meta, 62),
         "rope_parameters": {
             "full_attention": meta.rotary(),
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
-        },
-        **alternating(meta, 6, 1024),
+        }
     }
 
 
-def exaone4(meta: Metadata) -> dict[str, Any]:
+GEMMA3 = (
+    Key("final_logit_softcapping", kind=float, default=0.0, zero=None),
+    scaled_by(62),
+    _two_bases,
+    alternating(6, 1024),
+)
+
+
+@both(lambda config: Key("attention.sliding_window", "sliding_window").write(config))
+def _exaone4(meta: Metadata) -> dict[str, Any]:
     """Its smaller models have no window, and rotary embeddings in all layers."""
     layers = meta.number("block_count", int)
     if not meta.number("attention.sliding_window", int, 4096 if layers == 64 else 0):
         return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
-    return alternating(meta, 4, 4096)
+    return alternating(4, 4096).read(meta)
 
 
-def scaled_by(meta: Metadata, layers: int) -> float:
-    """Of what Gemma's scores are divided by the root: a head's channels, but in its largest model,
-    which llama.cpp knows by its layers, the hidden channels of a head."""
-    heads, hidden = meta.count("attention.head_count"), meta.number("embedding_length", int)
-    given = meta.number("attention.scale", float, 0.0)
-    if given:
-        return given**-2
-    wide = meta.number("block_count", int) == layers
-    return hidden / heads if wide else meta.number("attention.key_length", int, hidden // heads)
+EXAONE4 = (_exaone4,)
 
 
-def experts(meta: Metadata, **names: str) -> dict[str, Any]:
-    """Options of mixtures. names: of those that are not called as most models call them."""
-    found = {
-        names.get("experts", "num_experts"): meta.number("expert_count", int),
-        "num_experts_per_tok": meta.number("expert_used_count", int),
-    }
-    if width := meta.number("expert_feed_forward_length", int, 0):
-        found[names.get("width", "moe_intermediate_size")] = width
-    return found
+def experts(count: str = "num_experts", width: str = "moe_intermediate_size") -> tuple[Term, ...]:
+    """Options of mixtures: transformers' names of how many experts there are, and of the width
+    between their two products, which is another entry's where it is not given."""
+
+    @both(lambda config: Key("expert_feed_forward_length", width).write(config))
+    def term(meta: Metadata) -> dict[str, Any]:
+        found = meta.number("expert_feed_forward_length", int, 0)
+        return {width: found} if found else {}
+
+    used = Key("expert_used_count", "num_experts_per_tok")
+    return Key("expert_count", count), used, term
 
 
-def mixtral(meta: Metadata) -> dict[str, Any]:
-    return experts(meta, experts="num_local_experts")
+MIXTRAL = experts("num_local_experts")
 
 
-def qwen2_moe(meta: Metadata) -> dict[str, Any]:
+@both(lambda config: {"expert_shared_feed_forward_length": config.shared_expert_intermediate_size})
+def _shared_expert(meta: Metadata) -> dict[str, Any]:
     shared = meta.size("blk.0.ffn_up_shexp.weight", 0)
     meta.number("expert_shared_feed_forward_length", int, shared)
+    return {"shared_expert_intermediate_size": shared}
+
+
+_ALL_SPARSE = Fixed({"decoder_sparse_step": 1, "mlp_only_layers": []})
+QWEN2_MOE = (
+    *experts(),
+    _shared_expert,
+    Key("expert_weights_norm", "norm_topk_prob", bool, False),
+    Present("qkv_bias", "blk.0.attn_q.bias"),
+    _ALL_SPARSE,
+)
+QWEN3_MOE = (*experts(), Key("expert_weights_norm", "norm_topk_prob", bool, True), _ALL_SPARSE)
+OLMOE = (
+    *experts(width="intermediate_size"),
+    Key("expert_weights_norm", "norm_topk_prob", bool, False),
+    _CLAMP,
+)
+
+
+def _longrope_entries(config: Any) -> Entries:
+    rope = config.rope_parameters
+    if rope.get("rope_type") != "longrope":
+        return {}
+    factor = rope.get("attention_factor")
     return {
-        **experts(meta),
-        "shared_expert_intermediate_size": shared,
-        "norm_topk_prob": meta.flag("expert_weights_norm", False),
-        "qkv_bias": meta.has("blk.0.attn_q.bias"),
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        "rope.freq_base": float(rope["rope_theta"]),
+        "rope.scaling.original_context_length": int(rope["original_max_position_embeddings"]),
+        **({"rope.scaling.attn_factor": float(factor)} if factor else {}),
     }
 
 
-def qwen3_moe(meta: Metadata) -> dict[str, Any]:
-    return {
-        **experts(meta),
-        "norm_topk_prob": meta.flag("expert_weights_norm", True),
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-
-
-def olmoe(meta: Metadata) -> dict[str, Any]:
-    meta.number("expert_feed_forward_length", int, 0)
-    return {
-        **experts(meta, width="intermediate_size"),
-        "norm_topk_prob": meta.flag("expert_weights_norm", False),
-        "clip_qkv": meta.number("attention.clamp_kqv", float, 0.0) or None,
-    }
-
-
-def phi3(meta: Metadata) -> dict[str, Any]:
-    window = meta.number("attention.sliding_window", int, 0)
+@both(_longrope_entries)
+def _longrope(meta: Metadata) -> dict[str, Any]:
     original = meta.number("rope.scaling.original_context_length", int, 0)
-    context = meta.number("context_length", int)
-    options: dict[str, Any] = {"sliding_window": window or None}
-    if meta.has("rope_factors_short.weight"):
-        rotary = {
-            **meta.rotary(scaled=False),
-            "rope_type": "longrope",
-            "original_max_position_embeddings": original or context,
-            "short_factor": meta.floats("rope_factors_short.weight"),
-            "long_factor": meta.floats("rope_factors_long.weight"),
-        }
-        if factor := meta.number("rope.scaling.attn_factor", float, 0.0):
-            rotary["attention_factor"] = factor
-        options["rope_parameters"] = rotary
-        options["original_max_position_embeddings"] = original or context
-    return options
+    if not meta.has("rope_factors_short.weight"):
+        return {}
+    original = original or meta.number("context_length", int)
+    rotary = {
+        **meta.rotary(scaled=False),
+        "rope_type": "longrope",
+        "original_max_position_embeddings": original,
+        "short_factor": meta.floats("rope_factors_short.weight"),
+        "long_factor": meta.floats("rope_factors_long.weight"),
+    }
+    if factor := meta.number("rope.scaling.attn_factor", float, 0.0):
+        rotary["attention_factor"] = factor
+    return {"rope_parameters": rotary, "original_max_position_embeddings": original}
 
 
-def gpt_oss(meta: Metadata) -> dict[str, Any]:
+PHI3 = Key("attention.sliding_window", default=0, zero=None), _longrope
+
+
+@both()
+def _not_truncated(meta: Metadata) -> dict[str, Any]:
     rotary = meta.rotary()
     if rotary["rope_type"] == "yarn":
         rotary["truncate"] = False
-    return {
-        **experts(meta, experts="num_local_experts", width="intermediate_size"),
-        **alternating(meta, 2, 128),
-        "rope_parameters": rotary,
-        "attention_bias": True,
+    return {"rope_parameters": rotary}
+
+
+GPT_OSS = (
+    *experts("num_local_experts", "intermediate_size"),
+    alternating(2, 128),
+    _not_truncated,
+    Fixed({"attention_bias": True}),
+)
+
+
+@both(
+    lambda config: {
+        "attention.head_count_kv": config.num_kv_heads
+        if config.new_decoder_architecture or not config.multi_query
+        else 1
     }
-
-
-def falcon(meta: Metadata) -> dict[str, Any]:
+)
+def _falcon(meta: Metadata) -> dict[str, Any]:
     heads = meta.count("attention.head_count")
     groups = meta.count("attention.head_count_kv", heads)
     two = meta.has("blk.0.attn_norm_2.weight")
@@ -166,13 +224,30 @@ def falcon(meta: Metadata) -> dict[str, Any]:
         "new_decoder_architecture": new,
         "num_ln_in_parallel_attn": 2 if two else 1,
         "multi_query": groups == 1 and not new,
-        "parallel_attn": True,
-        "alibi": False,
-        "bias": meta.has("blk.0.attn_qkv.bias"),
     }
 
 
-def mpt(meta: Metadata) -> dict[str, Any]:
+FALCON = (
+    _falcon,
+    Fixed({"parallel_attn": True, "alibi": False}),
+    Present("bias", "blk.0.attn_qkv.bias"),
+)
+
+
+def _mpt_entries(config: Any) -> Entries:
+    attention = config.attn_config
+    clamp = {"attention.clamp_kqv": float(attention.clip_qkv)} if attention.clip_qkv else {}
+    bias = float(attention.alibi_bias_max) if attention.alibi else 0.0
+    return {
+        "context_length": config.max_seq_len,
+        "feed_forward_length": config.expansion_ratio * config.d_model,
+        "attention.max_alibi_bias": bias,
+        **clamp,
+    }
+
+
+@both(_mpt_entries)
+def _mpt(meta: Metadata) -> dict[str, Any]:
     bias = meta.number("attention.max_alibi_bias", float, 0.0)
     if not bias:
         raise meta.unlike("attention.max_alibi_bias", bias, "more than 0, as transformers' MPT has")
@@ -187,72 +262,102 @@ def mpt(meta: Metadata) -> dict[str, Any]:
         "attn_config": {
             "alibi": True,
             "alibi_bias_max": int(bias),
-            "clip_qkv": meta.number("attention.clamp_kqv", float, 0.0) or None,
+            **_CLAMP.read(meta),
         },
     }
 
 
-def granite(meta: Metadata) -> dict[str, Any]:
+MPT = (_mpt,)
+
+
+@both(lambda config: {"attention.scale": float(config.attention_multiplier)})
+def _given_scale(meta: Metadata) -> dict[str, Any]:
     return {
-        **llama(meta),
-        "attention_multiplier": meta.number("attention.scale", float, 0.0) or meta.plain_scale(),
-        "embedding_multiplier": meta.number("embedding_scale", float, 0.0) or 1.0,
-        "residual_multiplier": meta.number("residual_scale", float, 0.0) or 1.0,
-        "logits_scaling": meta.number("logit_scale", float, 0.0) or 1.0,
+        "attention_multiplier": meta.number("attention.scale", float, 0.0) or meta.plain_scale()
     }
 
 
-def granite_moe(meta: Metadata) -> dict[str, Any]:
-    meta.number("expert_shared_feed_forward_length", int, 0)
-    return {**granite(meta), **experts(meta, experts="num_local_experts", width="ignored")}
+GRANITE = (
+    *LLAMA,
+    _given_scale,
+    Key("embedding_scale", "embedding_multiplier", float, 0.0, zero=1.0),
+    Key("residual_scale", "residual_multiplier", float, 0.0, zero=1.0),
+    Key("logit_scale", "logits_scaling", float, 0.0, zero=1.0),
+)
 
 
-def cohere(meta: Metadata) -> dict[str, Any]:
-    return {
-        **biases(meta),
-        "logit_scale": meta.number("logit_scale", float, 0.0) or 1.0,
-        "use_qk_norm": meta.has("blk.0.attn_q_norm.weight"),
+@both(lambda config: {"expert_feed_forward_length": config.intermediate_size})
+def _ignored_widths(meta: Metadata) -> dict[str, Any]:
+    """What the tensors say: the width of all experts is the MLP's."""
+    for key in ("expert_feed_forward_length", "expert_shared_feed_forward_length"):
+        meta.number(key, int, 0)
+    return {}
+
+
+GRANITE_MOE = (*GRANITE, *experts("num_local_experts")[:2], _ignored_widths)
+COHERE = ATTENTION_BIAS, _LOGIT_SCALE, Present("use_qk_norm", "blk.0.attn_q_norm.weight")
+COHERE2 = ATTENTION_BIAS, _LOGIT_SCALE, alternating(4, 4096)
+
+
+@both(
+    lambda config: {
+        "attention.head_count_kv": [
+            config.num_key_value_heads if kind == "full_attention" else 0
+            for kind in config.layer_types
+        ]
     }
-
-
-def lfm2(meta: Metadata) -> dict[str, Any]:
+)
+def _attending(meta: Metadata) -> dict[str, Any]:
     groups = meta.counts("attention.head_count_kv")
-    attends = [count > 0 for count in groups]
     return {
         "num_key_value_heads": max(groups),
-        "layer_types": ["full_attention" if one else "conv" for one in attends],
-        "conv_L_cache": meta.number("shortconv.l_cache", int),
-        "block_auto_adjust_ff_dim": False,
+        "layer_types": ["full_attention" if count > 0 else "conv" for count in groups],
     }
 
 
-def mamba(meta: Metadata) -> dict[str, Any]:
+LFM2 = (
+    _attending,
+    Key("shortconv.l_cache", "conv_L_cache"),
+    Fixed({"block_auto_adjust_ff_dim": False}),
+)
+
+
+@both()
+def _expanded(meta: Metadata) -> dict[str, Any]:
     if meta.flag("ssm.dt_b_c_rms", False):
         raise meta.unlike("ssm.dt_b_c_rms", True, False)
     return {
-        "intermediate_size": meta.number("ssm.inner_size", int),
         "expand": meta.number("ssm.inner_size", int) // meta.number("embedding_length", int),
-        "state_size": meta.number("ssm.state_size", int),
-        "conv_kernel": meta.number("ssm.conv_kernel", int),
-        "time_step_rank": meta.number("ssm.time_step_rank", int),
-        "use_bias": meta.has("blk.0.ssm_in.bias"),
-        "use_conv_bias": meta.has("blk.0.ssm_conv1d.bias"),
     }
 
 
-def mamba2(meta: Metadata) -> dict[str, Any]:
-    options = mamba(meta)
-    heads = options.pop("time_step_rank")
-    inner = options.pop("intermediate_size")
-    return {
-        **options,
-        "num_heads": heads,
-        "head_dim": inner // max(heads, 1),
-        "n_groups": meta.number("ssm.group_count", int),
+_STATES = (
+    _expanded,
+    Key("ssm.state_size"),
+    Key("ssm.conv_kernel"),
+    Present("use_bias", "blk.0.ssm_in.bias"),
+    Present("use_conv_bias", "blk.0.ssm_conv1d.bias"),
+)
+MAMBA = *_STATES, Key("ssm.inner_size", "intermediate_size"), Key("ssm.time_step_rank")
+
+
+@both(
+    lambda config: {
+        "ssm.inner_size": config.num_heads * config.head_dim,
+        "ssm.time_step_rank": config.num_heads,
     }
+)
+def _state_heads(meta: Metadata) -> dict[str, Any]:
+    heads = meta.number("ssm.time_step_rank", int)
+    inner = meta.number("ssm.inner_size", int)
+    return {"num_heads": heads, "head_dim": inner // max(heads, 1)}
 
 
-def t5(meta: Metadata) -> dict[str, Any]:
+MAMBA2 = *_STATES, _state_heads, Key("ssm.group_count", "n_groups")
+
+
+@both(lambda config: {"decoder_block_count": config.num_decoder_layers})
+def _t5(meta: Metadata) -> dict[str, Any]:
     gated = meta.has("enc.blk.0.ffn_gate.weight")
     if not meta.has("output.weight"):
         raise meta.unlike(
@@ -262,16 +367,43 @@ def t5(meta: Metadata) -> dict[str, Any]:
         )
     layers = meta.number("block_count", int)
     return {
-        "d_kv": meta.number("attention.key_length", int),
         "num_layers": layers,
         "num_decoder_layers": meta.number("decoder_block_count", int, layers),
-        "relative_attention_num_buckets": meta.number("attention.relative_buckets_count", int),
-        "decoder_start_token_id": meta.number("decoder_start_token_id", int),
         "feed_forward_proj": "gated-gelu" if gated else "relu",
     }
 
 
-def deepseek2(meta: Metadata) -> dict[str, Any]:
+T5 = (
+    _t5,
+    Key("attention.key_length", "d_kv"),
+    Key("attention.relative_buckets_count", "relative_attention_num_buckets"),
+    Key("decoder_start_token_id"),
+)
+
+
+def _latent_entries(config: Any) -> Entries:
+    turned, rank = config.qk_rope_head_dim, config.kv_lora_rank
+    yarn = config.rope_parameters.get("mscale_all_dim")
+    return {
+        **Key("attention.q_lora_rank", "q_lora_rank").write(config),
+        "attention.kv_lora_rank": rank,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": 1,
+        "attention.key_length": rank + turned,
+        "attention.value_length": rank,
+        "attention.key_length_mla": config.qk_nope_head_dim + turned,
+        "attention.value_length_mla": config.v_head_dim,
+        "feed_forward_length": config.intermediate_size,
+        "rope.dimension_count": turned,
+        **rotary_entries(config.rope_parameters, config.max_position_embeddings),
+        **({"rope.scaling.yarn_log_multiplier": yarn / 10} if yarn else {}),
+        "expert_group_count": config.n_group or 1,
+        "expert_group_used_count": config.topk_group or 1,
+    }
+
+
+@both(_latent_entries)
+def _latent(meta: Metadata) -> dict[str, Any]:
     """Attention over latent rows. Newer files hold one key head, which is the latent row, and the
     widths of a head of the model under names of their own."""
     latent, turned = (
@@ -301,18 +433,27 @@ def deepseek2(meta: Metadata) -> dict[str, Any]:
         "qk_nope_head_dim": wide - turned,
         "v_head_dim": value or meta.number("attention.value_length", int),
         "rope_parameters": rotary,
-        **experts(meta, experts="n_routed_experts"),
-        "n_shared_experts": meta.number("expert_shared_count", int, 0),
-        "first_k_dense_replace": meta.number("leading_dense_block_count", int, 0),
-        "routed_scaling_factor": meta.number("expert_weights_scale", float, 0.0) or 1.0,
-        "norm_topk_prob": meta.flag("expert_weights_norm", False),
         "n_group": groups,
         "topk_group": meta.number("expert_group_used_count", int, 1),
         "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
     }
 
 
-def deepseek3(meta: Metadata) -> dict[str, Any]:
+DEEPSEEK2 = (
+    _latent,
+    *experts("n_routed_experts"),
+    Key("expert_shared_count", "n_shared_experts", default=0),
+    Key("leading_dense_block_count", "first_k_dense_replace", default=0),
+    Key("expert_weights_scale", "routed_scaling_factor", float, 0.0, zero=1.0),
+    Key("expert_weights_norm", "norm_topk_prob", bool, False),
+)
+
+
+@both(lambda config: {"expert_gating_func": 2})
+def _sigmoids(meta: Metadata) -> dict[str, Any]:
     if (kind := meta.number("expert_gating_func", int, 2)) != 2:
         raise meta.unlike("expert_gating_func", kind, 2)
-    return deepseek2(meta)
+    return {}
+
+
+DEEPSEEK3 = (*DEEPSEEK2, _sigmoids)
