@@ -27,7 +27,8 @@ SHARD = 1 << 30
 
 @dataclass(frozen=True)
 class Shape:
-    """A llama's sizes. The 200m preset has 197M parameters, the 3b one 3.0B (with untied head)."""
+    """A llama's sizes. The 200m preset has 197M parameters, the 3b one 3.0B (with untied head).
+    tied: the head is the embedding's table."""
 
     hidden: int = 1024
     layers: int = 16
@@ -36,6 +37,7 @@ class Shape:
     inner: int = 2816
     vocab: int = 8192
     context: int = 2048
+    tied: bool = False
 
     @property
     def dim(self) -> int:
@@ -68,7 +70,8 @@ def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{path}.mlp.up_proj.weight", (shape.inner, shape.hidden)
         yield f"{path}.mlp.down_proj.weight", (shape.hidden, shape.inner)
     yield "model.norm.weight", (shape.hidden,)
-    yield "lm_head.weight", (shape.vocab, shape.hidden)
+    if not shape.tied:
+        yield "lm_head.weight", (shape.vocab, shape.hidden)
 
 
 def config(shape: Shape, dtype: str) -> dict[str, object]:
@@ -87,7 +90,7 @@ def config(shape: Shape, dtype: str) -> dict[str, object]:
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
         "vocab_size": shape.vocab,
         "max_position_embeddings": shape.context,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": shape.tied,
         "bos_token_id": 0,
         "eos_token_id": 0,
         "dtype": dtype,
@@ -129,8 +132,10 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, help="copy tokenizer files from this folder")
+    parser.add_argument("--tied", action="store_true", default=None, help="no head of its own")
     for field, value in asdict(Shape()).items():
-        parser.add_argument(f"--{field}", type=int, help=f"instead of the preset's, e.g. {value}")
+        if field != "tied":
+            parser.add_argument(f"--{field}", type=int, help=f"instead of the preset's, {value}")
     args = parser.parse_args()
     given = {f: v for f in asdict(Shape()) if (v := getattr(args, f)) is not None}
     shape = Shape(**{**asdict(PRESETS[args.preset]), **given})

@@ -16,9 +16,10 @@ weights, or on a file and a tensor's name. Calls can be compared and have a text
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, KeysView, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, wraps
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
@@ -50,12 +51,18 @@ class Weight:
 
     def load(self) -> torch.Tensor:
         """The tensor, contiguous, on the CPU. Errors: `InputError` if its type is not `type`."""
-        tensor = self.made(*(w.load() for w in self.inputs)).detach().cpu().contiguous()
+        several = SEVERAL.get(self.made.target)
+        made = self.computed() if several is None else _LATEST.part(self, *several)
+        tensor = made.detach().cpu().contiguous()
         if TensorType.of(tensor) != self.type:
             raise InputError(
                 f"weight {self.name}: expected {self.type}, its source gave {TensorType.of(tensor)}"
             )
         return tensor
+
+    def computed(self) -> Any:
+        """What the call gives for the inputs, which are loaded."""
+        return self.made(*(w.load() for w in self.inputs))
 
     def renamed(self, name: str) -> Weight:
         """The same tensor under another name."""
@@ -84,6 +91,30 @@ def derivation(function: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]
         raise InputError(f"two functions that derive weights are called {name}")
     DERIVATIONS[name] = function
     return function
+
+
+SEVERAL: dict[Callable[..., Any], tuple[str, Callable[..., Mapping[Any, torch.Tensor]]]] = {}
+"""Of derivations that compute several weights at once: the option that says which is wanted, and
+what computes all of them."""
+
+
+def derivation_of_parts(
+    option: str,
+) -> Callable[[Callable[..., Mapping[Any, torch.Tensor]]], Callable[..., torch.Tensor]]:
+    """Decorator: register a function that computes several weights at once, by the value that this
+    option of the derivation has. It is called once for weights that are loaded one after the other;
+    what is not loaded yet of the latest is kept."""
+
+    def register(every: Callable[..., Mapping[Any, torch.Tensor]]) -> Callable[..., torch.Tensor]:
+        @wraps(every)
+        def part(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+            wanted = options.pop(option)
+            return every(*tensors, **options)[wanted]
+
+        SEVERAL[part] = option, every
+        return derivation(part)
+
+    return register
 
 
 def option(kind: type[T]) -> type[T]:
@@ -156,6 +187,46 @@ class Call:
         args: Any = map_aggregate(self.args, value)
         kwargs: Any = map_aggregate(dict(self.kwargs), value)
         return self.target(*args, **kwargs)
+
+
+class _Latest:
+    """Parts that were computed with another, of the weights that were loaded last.
+
+    What each load takes is let go, and of more weights than `MOST` the oldest's.
+    """
+
+    MOST = 2
+
+    def __init__(self) -> None:
+        self.left: list[tuple[Weight, dict[Any, torch.Tensor]]] = []
+        self.lock = threading.RLock()  # what parts are made of may be parts
+
+    def part(
+        self, weight: Weight, option: str, every: Callable[..., Mapping[Any, torch.Tensor]]
+    ) -> torch.Tensor:
+        """The tensor of a weight that is a part of several."""
+        options = dict(weight.made.kwargs)
+        wanted = options.pop(option)
+        whole = replace(weight, made=Call(every, weight.made.args, options))
+        with self.lock:
+            at = next((i for i, (w, _) in enumerate(self.left) if _same(w, whole)), None)
+            parts = {} if at is None else self.left.pop(at)[1]
+            if wanted not in parts:
+                parts = dict(whole.computed())
+            found = parts.pop(wanted)
+            self.left = [*self.left, (whole, parts)][-self.MOST :] if parts else self.left
+        return found
+
+
+_LATEST = _Latest()
+
+
+def _same(first: Weight, second: Weight) -> bool:
+    """Whether weights are computed by the same calls of the same tensors."""
+    if first is second:
+        return True
+    alike = first.made == second.made and len(first.inputs) == len(second.inputs)
+    return alike and all(map(_same, first.inputs, second.inputs))
 
 
 @dataclass(frozen=True, eq=False)

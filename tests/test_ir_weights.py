@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from graftwork.ir import (
     derive,
     from_safetensors,
 )
-from graftwork.ir.weights import Call, piece
+from graftwork.ir.weights import Call, derivation_of_parts, piece
 
 MIB = 2**20
 
@@ -98,6 +99,36 @@ def _named_piece() -> Callable[..., torch.Tensor]:
         return tensor
 
     return piece
+
+
+CALLS: list[int] = []
+
+
+@derivation_of_parts("end")
+def both_ends(tensor: torch.Tensor, *, size: int) -> dict[str, torch.Tensor]:
+    CALLS.append(size)
+    return {"first": tensor[:size], "last": tensor[-size:]}
+
+
+def _ends(name: str, source: Weight, size: int) -> list[Weight]:
+    type = TensorType(torch.float32, (size,))
+    return [derive(name + end, type, both_ends, source, end=end, size=size) for end in ENDS]
+
+
+ENDS = ("first", "last")
+
+
+def test_weights_that_are_made_together_are_made_once() -> None:
+    """Loaded one after the other; again when they are loaded again, also of equal sources."""
+    w = Weight.of("w", torch.arange(6.0))
+    inner, outer = _ends("i", w, 4), _ends("o", _ends("i", w, 4)[1], 2)
+    renewed = replace(outer[1], inputs=(_ends("i", w, 4)[1],))
+    CALLS.clear()
+    assert [outer[0].load().tolist(), renewed.load().tolist()] == [[2.0, 3.0], [4.0, 5.0]]
+    assert CALLS == [4, 2]
+    assert inner[0].load().tolist() == [0.0, 1, 2, 3] and CALLS == [4, 2]  # it was left
+    assert inner[1].load().tolist() == [2.0, 3, 4, 5] and CALLS == [4, 2, 4]
+    assert inner[0].load().tolist() == [0.0, 1, 2, 3] and CALLS == [4, 2, 4]
 
 
 def test_loading_checks_the_type() -> None:

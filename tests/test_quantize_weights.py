@@ -5,12 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from handmade import Shape, llama
+from safetensors.torch import load_file
 
+from graftwork.artifact.shards import write_weights
 from graftwork.ir import Program, Weight, WeightStore, run
 from graftwork.ir.ops.numerics import Numeric
 from graftwork.passes.fusing.fuse_gate_up import FuseGateUp
 from graftwork.passes.fusing.fuse_qkv import FuseQkv
+from graftwork.passes.numerics.computed import computed
+from graftwork.passes.numerics.methods.rtn import RoundToNearest
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights
+from graftwork.passes.numerics.stored import Form
 
 SHAPE = Shape(tied=True, bias=True)
 TOKENS = torch.randint(0, SHAPE.vocab, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -92,3 +97,32 @@ def test_weights_stored_alike_are_one_and_others_are_apart() -> None:
     kinds = {n.rpartition(".q")[2] for n in result.weights if ".q" in n and "weight" in n}
     assert {"4", "4.scale", "4.offset", "2", "2.scale", "2.offset"} <= kinds
     assert len(result.step.calls(torch.ops.graftwork.quantized_linear.default)) == 2 * SHAPE.layers
+
+
+def test_the_parts_of_a_weight_are_rounded_together(tmp_path, monkeypatch) -> None:
+    """Also when an artifact is written, whatever order its file has."""
+    program, rounded = QuantizeWeights(group=16).run(llama(SHAPE)).program, list[int]()
+    whole = RoundToNearest.quantize
+
+    def counted(self, weight, numeric, prepared):
+        rounded.append(numeric.bits)
+        return whole(self, weight, numeric, prepared)
+
+    wanted = {name: weight.load() for name, weight in program.weights.items()}
+    monkeypatch.setattr(RoundToNearest, "quantize", counted)
+    (written,) = write_weights(tmp_path, list(program.weights.values()))
+    assert len(rounded) == sum(name.endswith(".scale") for name in program.weights)
+    file = load_file(tmp_path / written.name)
+    assert file.keys() == wanted.keys()
+    assert all(torch.equal(file[name], tensor) for name, tensor in wanted.items())
+
+
+def test_what_is_widened_only_to_be_rounded_stays_narrow() -> None:
+    """The same bits of half the memory."""
+    half = Weight.of("w", torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).half())
+    form, method = Form((Numeric(4, 16, "affine", torch.float16),)), RoundToNearest()
+    narrow = computed(half.cast(torch.float32), form, method, WeightStore())
+    wide = computed(Weight.of("w", half.load().float()), form, method, WeightStore())
+    assert all(part.inputs == (half,) for part in narrow.values())
+    for name, part in narrow.items():
+        assert torch.equal(part.load(), wide[name].load())

@@ -135,8 +135,7 @@ class GgufFile(SourceFile):
         for dim in entry.dims[:-1]:
             count *= dim
         with open_regular(self.path) as file:
-            file.seek(entry.start)
-            data = np.frombuffer(bytearray(file.read(count)), np.uint8)
+            data = np.fromfile(file, np.uint8, count, offset=entry.start)
         if len(data) != count:
             raise InputError(f"{self.path} became shorter while it was read")
         return torch.from_numpy(data).reshape(-1, width)

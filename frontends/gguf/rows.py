@@ -15,6 +15,7 @@ import torch
 from ...ir import InputError, TensorType, UnsupportedError, Weight, derivation, derive
 from ...ir.ops.numerics import pack
 from ...ir.support.names import shown
+from ...ir.weights import derivation_of_parts
 from ..stored_weights import StoredWeight
 from .blocks import EIGHT, FLOATS, TYPES, BlockType
 from .reader import Entry, GgufFile
@@ -202,12 +203,12 @@ def stored_in_eight(file: GgufFile, entry: Entry, raw: Weight) -> StoredWeight:
     return StoredWeight(EIGHT, packed, scale)
 
 
-@derivation
-def eight_bits(values: torch.Tensor, *, part: str) -> torch.Tensor:
-    """The codes or scales of values f32[...,N,K] in the form `EIGHT`."""
+@derivation_of_parts("part")
+def eight_bits(values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The codes and scales of values f32[...,N,K] in the form `EIGHT`."""
     stored = EIGHT.quantize(values.reshape(-1, values.shape[-1]))
-    found: torch.Tensor = getattr(stored, part)
-    return found.reshape(*values.shape[:-1], -1)
+    found = {"weight": stored.weight, "scale": stored.scale}
+    return {name: part.reshape(*values.shape[:-1], -1) for name, part in found.items()}
 
 
 @derivation

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import threading
 
 import torch
 
-from ...ir import TensorType, Weight, WeightStore, derivation, derive
+from ...ir import TensorType, Weight, WeightStore, derive
 from ...ir.rewrite.subgraph import fresh_name
+from ...ir.weights import Call, Operand, derivation_of_parts
 from .methods.base import Method
 from .rounding import SCALES
 from .stored import Form
@@ -19,55 +18,34 @@ def computed(weight: Weight, form: Form, method: Method, weights: WeightStore) -
     """The parts of a weight, or a stack of some, by name as it would be alone: made by a method
     that needs no text, when they are loaded."""
     *outer, columns = weight.type.shape
+    source = _narrow(weight) if method.quick else weight
     parts = {}
     types = form.types(math.prod(outer), columns)
     for place, (name, flat) in enumerate(zip(form.names(weight.name), types, strict=True)):
-        by_row = flat.dtype in (torch.uint8, *SCALES.values()) and len(outer) > 1
-        type = TensorType(flat.dtype, (*outer, flat.dims[-1])) if by_row else flat
-        options = {"method": method, "form": form, "place": place, "shape": type.shape}
-        part = derive(fresh_name(weights, name), type, quantized, weight, **options)
+        type = TensorType(flat.dtype, _dims(flat.dtype, flat.shape, outer))
+        options = {"method": method, "form": form, "place": place}
+        part = derive(fresh_name(weights, name), type, quantized, source, **options)
         parts[name] = weights.alike(part)
     return parts
 
 
-@derivation
-def quantized(
-    tensor: torch.Tensor, *, method: Method, form: Form, place: int, shape: tuple[int, ...]
-) -> torch.Tensor:
-    """The part of this number and shape of a weight, or of a stack of some, that a method makes
-    without text."""
-    rows = tensor.flatten(0, -2)
-    if method.quick:
-        return method.parts(rows.float(), form, None)[place].view(shape)
-    data = rows.contiguous().view(torch.uint8).numpy().data
-    mark = hashlib.blake2b(data).digest(), repr(method), form
-    return _ONCE.part(mark, place, rows, method).view(shape)
+def _narrow(weight: Weight) -> Weight:
+    """What a weight was widened from, which takes less memory; else the weight."""
+    (*_, source) = weight.inputs or (weight,)
+    widened = Call(torch.ops.aten._to_copy.default, (Operand(0),), {"dtype": torch.float32})
+    narrow = source.type.dtype in (torch.float16, torch.bfloat16)
+    return source if weight.made == widened and narrow else weight
 
 
-class _Once:
-    """Parts of weights, which a method makes together: those of the latest few weights are kept
-    until each has been asked for."""
-
-    MOST = 4
-
-    def __init__(self) -> None:
-        self.left: dict[tuple[bytes, str, Form], dict[int, torch.Tensor]] = {}
-        self.lock = threading.Lock()
-
-    def part(
-        self, mark: tuple[bytes, str, Form], place: int, rows: torch.Tensor, method: Method
-    ) -> torch.Tensor:
-        """A part of the weight of this mark."""
-        with self.lock:
-            if place not in self.left.get(mark, {}):
-                self.left[mark] = dict(enumerate(method.parts(rows.float(), mark[2], None)))
-            parts = self.left.pop(mark)
-            found = parts.pop(place)
-            if parts:
-                self.left[mark] = parts  # the latest comes last
-            while len(self.left) > self.MOST:
-                del self.left[next(iter(self.left))]
-            return found
+def _dims(dtype: torch.dtype, flat: tuple[int, ...], outer: list[int]) -> tuple[int, ...]:
+    """The dims of a part of a stack of weights, of those that it has for all their rows."""
+    by_row = dtype in (torch.uint8, *SCALES.values()) and len(outer) > 1
+    return (*outer, flat[-1]) if by_row else flat
 
 
-_ONCE = _Once()
+@derivation_of_parts("place")
+def quantized(tensor: torch.Tensor, *, method: Method, form: Form) -> dict[int, torch.Tensor]:
+    """The parts of a weight, or of a stack of some, that a method makes without text, by number."""
+    rows, outer = tensor.flatten(0, -2), list(tensor.shape[:-1])
+    found = method.parts(rows if method.quick else rows.float(), form, None)
+    return {i: p.view(_dims(p.dtype, tuple(p.shape), outer)) for i, p in enumerate(found)}
