@@ -201,9 +201,7 @@ class _Latest:
         self.left: list[tuple[Weight, dict[Any, torch.Tensor]]] = []
         self.lock = threading.RLock()  # what parts are made of may be parts
 
-    def part(
-        self, weight: Weight, option: str, every: Callable[..., Mapping[Any, torch.Tensor]]
-    ) -> torch.Tensor:
+    def part(self, weight: Weight, option: str, every: Callable[..., Any]) -> torch.Tensor:
         """The tensor of a weight that is a part of several."""
         options = dict(weight.made.kwargs)
         wanted = options.pop(option)
