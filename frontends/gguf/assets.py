@@ -9,26 +9,28 @@ import contextlib
 import hashlib
 import sys
 import warnings
-from functools import lru_cache
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from ...ir import GraftworkWarning, InputError
+from ...ir import GraftworkWarning, InputError, UnsupportedError
 from ...ir.support.discovery import sources_of, versions_of
 from ...ir.support.scratch import Scratch
-from ...ir.support.tokenizer import refusing
 from ...ir.text.kept_files import Kept, kept_file, read_kept, write_kept
 from ...ir.weights import stamp_of
+from .vocabulary import Vocabulary
 
 Stamp = tuple[int, ...]
 
 
-def assets_of(path: Path, config: str) -> dict[str, Path]:
-    """The files by name. config: the text of config.json."""
+def assets_of(path: Path, vocabulary: Vocabulary, texts: Mapping[str, str]) -> dict[str, Path]:
+    """The files by name. texts: those of other files than the tokenizer's.
+
+    Warns (`GraftworkWarning`) if there is no tokenizer for the vocabulary."""
     stamp = stamp_of(path.stat())
-    return _files(_kept(path, stamp) or _made(path, stamp, config))
+    return _files(_kept(path, stamp) or _made(path, stamp, vocabulary, texts))
 
 
 def kept_assets(path: Path) -> dict[str, Path] | None:
@@ -42,14 +44,14 @@ def _files(scratch: Scratch) -> dict[str, Path]:
 
 
 def _key(path: Path, stamp: Stamp) -> str:
-    tools = versions_of("transformers", "tokenizers", "gguf")
+    tools = versions_of("transformers", "tokenizers")
     known = (str(path.absolute()), stamp, sys.version_info[:3], tools, sources_of(_FOLDER))
     return hashlib.sha256(repr(known).encode()).hexdigest()
 
 
 _FOLDER = Path(__file__).parent
 _read: dict[tuple[Path, Stamp], Scratch] = {}
-"""The files that this process has read or kept."""
+"""The files that this process has read or made."""
 
 
 def _kept(path: Path, stamp: Stamp) -> Scratch | None:
@@ -66,29 +68,24 @@ def _kept(path: Path, stamp: Stamp) -> Scratch | None:
     return scratch
 
 
-@lru_cache(maxsize=64)
-def _made(path: Path, stamp: Stamp, config: str) -> Scratch:
-    from transformers import PreTrainedTokenizerFast
-
-    scratch = Scratch()
-    (scratch.path / "config.json").write_text(config + "\n", encoding="utf-8")
+def _made(path: Path, stamp: Stamp, vocabulary: Vocabulary, texts: Mapping[str, str]) -> Scratch:
+    scratch, made = Scratch(), dict(texts)
     try:
-        with refusing(f"{path}: transformers makes no tokenizer of it"):
-            # Of this file alone: `from_pretrained` also reads what lies beside it, and asks the
-            # package for the architecture's configuration, which takes it seconds.
-            made = PreTrainedTokenizerFast(gguf_file=path.name, name_or_path=str(path.parent))
-            made.save_pretrained(scratch.path)
-    except InputError as error:
+        made |= vocabulary.files()
+    except (InputError, UnsupportedError) as error:
         warnings.warn(f"{error}; pass token ids instead of text", GraftworkWarning, stacklevel=2)
+    for name, text in made.items():
+        (scratch.path / name).write_text(text, encoding="utf-8")
+    if "tokenizer.json" not in made:
         return scratch
+    _read[path, stamp] = scratch
     data = {
-        file.name: torch.from_numpy(np.frombuffer(file.read_bytes(), np.uint8).copy())
-        for file in scratch.path.iterdir()
+        name: torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy())
+        for name, text in made.items()
     }
     with (
         contextlib.suppress(OSError, InputError),  # a full disk costs time, not the model
         kept_file("tokenizers", _key(path, stamp)) as kept,
     ):
         write_kept(kept, Kept({}, data))
-        _read[path, stamp] = scratch
     return scratch

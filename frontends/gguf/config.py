@@ -103,7 +103,6 @@ def config_of(meta: Metadata) -> dict[str, Any]:
         known.eps: meta.number(f"attention.{norm}", float),
         "tie_word_embeddings": "output.weight" not in meta.file.tensors,
         "dtype": "float32",
-        **meta.tokens(),
     }
     if not 0 < context < 2**31:
         raise meta.no_model(f"{meta.name}.context_length is {context}")

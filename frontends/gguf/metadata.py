@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import warnings
 from math import isfinite
 from typing import Any, TypeVar
 
 import torch
 
-from ...ir import InputError, UnsupportedError
+from ...ir import GraftworkWarning, InputError, UnsupportedError
 from ...ir.support.names import shown
 from .reader import Entry, GgufFile, Value
 
@@ -178,14 +179,40 @@ class Metadata:
                     f"for {[wanted, hidden]}"
                 )
 
-    def tokens(self) -> dict[str, int | None]:
-        names = {"bos": "bos", "eos": "eos", "pad": "padding"}
-        found: dict[str, int | None] = {}
-        for ours, theirs in names.items():
-            key = f"tokenizer.ggml.{theirs}_token_id"
-            given = self.file.metadata.get(key)
-            found[f"{ours}_token_id"] = None if given is None else self._number(key, int, given)
+    def sampling(self) -> dict[str, Any]:
+        """How the file says that texts are sampled, by transformers' names.
+
+        Warns (`GraftworkWarning`) of what has no such name. Errors: `InputError` for no numbers.
+        """
+        start, found, others = "general.sampling.", {}, []
+        for whole, given in self.file.metadata.items():
+            key = whole.removeprefix(start)
+            if key in _SAMPLING:
+                name, kind = _SAMPLING[key]
+                found[name] = self._number(whole, kind, given)
+            elif key != whole and given != _UNSAMPLED.get(key):
+                others.append(f"{whole}={shown(given)}")
+        if others:
+            warnings.warn(
+                f"{self.file.path}: {', '.join(others)}: texts are sampled without that",
+                GraftworkWarning,
+                stacklevel=2,
+            )
+        if "temperature" in found:
+            found["do_sample"] = found["temperature"] > 0
+        if found.get("do_sample") is False:
+            del found["temperature"]
         return found
 
+
+_SAMPLING: dict[str, tuple[str, type]] = {
+    "temp": ("temperature", float),
+    "top_k": ("top_k", int),
+    "top_p": ("top_p", float),
+    "min_p": ("min_p", float),
+    "penalty_repeat": ("repetition_penalty", float),
+}
+_UNSAMPLED = {"xtc_probability": 0.0, "mirostat": 0, "penalty_last_n": -1}
+"""What is not supported, and the values at which it asks for nothing."""
 
 _LAYER = re.compile(r"(?:enc\.)?blk\.(0|[1-9][0-9]{0,3})\.")

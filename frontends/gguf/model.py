@@ -29,6 +29,7 @@ from .metadata import Metadata
 from .reader import GgufFile
 from .rows import floats_of, width_of
 from .tensors import Reader
+from .vocabulary import Vocabulary
 
 FREQUENCIES = "rope_freqs.weight"
 """What the rotary embedding's frequencies are divided by (llama 3.1)."""
@@ -50,15 +51,25 @@ def import_gguf(path: Path, dtype: torch.dtype | None = None, known: Known = nob
     for part in {id(p): p for p in (file, *file.parts.values())}.values():
         _check_places(part)
     meta = config_of(reader)
+    vocabulary = Vocabulary.of(file, meta["vocab_size"])
+    named = {f"{role}_token_id": vocabulary.special[role] for role in ("bos", "eos", "pad")}
     try:
-        config = AutoConfig.for_model(architecture.model_type, **meta)
+        config = AutoConfig.for_model(architecture.model_type, **meta, **named)
         generation = GenerationConfig.from_model_config(config)
     except Exception as error:  # transformers' own kinds, which are no ValueErrors
         raise UnsupportedError(
             f"{path}: transformers has no {architecture.model_type} model of its sizes: "
             f"{' '.join(str(error).split())[:300]}"
         ) from error
-    assets = assets_of(path, json.dumps(config.to_dict(), default=str))
+    generation.update(**reader.sampling(), eos_token_id=list(vocabulary.last) or None)
+    assets = assets_of(
+        path,
+        vocabulary,
+        {
+            "config.json": json.dumps(config.to_dict(), default=str),
+            "generation_config.json": generation.to_json_string(),
+        },
+    )
     tell(known, config, generation, assets)
     return import_tensors(
         path,

@@ -7,7 +7,7 @@
 
 Files come from outside: every count, length and offset is held against the file's size before it is
 followed, and nothing but the header is read. Of arrays (of which tokenizers have long ones) only
-short ones of numbers are kept.
+short ones of numbers are kept; `GgufFile.array` reads the others.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,14 +36,17 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"} | {
     11: "q",
     12: "d",
 }
-_AXES, _LONGEST, _KEPT = 4, 2**16, 2**14
+_AXES, _LONGEST, _KEPT = 4, 2**20, 2**14
 
 
 @dataclass(frozen=True)
 class Passed:
-    """An array that was passed over: of strings, or long."""
+    """An array that was passed over: of strings, or long. kind: of its values. start: the byte at
+    which they start."""
 
     count: int
+    kind: int = field(default=_STRING, compare=False)
+    start: int = field(default=0, compare=False)
 
 
 Value = int | float | bool | str | tuple[int | float, ...] | Passed
@@ -128,6 +132,27 @@ class GgufFile(SourceFile):
         except (OSError, struct.error, UnicodeDecodeError) as error:
             raise InputError(f"cannot read {path}: {error}; fetch it again") from error
 
+    def array(self, key: str, *, texts: bool = False) -> list[Any] | None:
+        """An array of the metadata: numbers, or bytes if `texts`; None if there is none. Errors:
+        `InputError` for an entry of another kind."""
+        found = self.metadata.get(key)
+        if found is None:
+            return None
+        if isinstance(found, tuple) and (not texts or not found):
+            return list(found)
+        if not isinstance(found, Passed) or texts is not (found.kind == _STRING):
+            raise InputError(
+                f"{self.path}: {key}: expected {'texts' if texts else 'numbers'}, an array of them"
+            )
+        with open_regular(self.path) as file:
+            if not texts:
+                code = _SCALARS[found.kind]
+                file.seek(found.start)
+                data = file.read(found.count * struct.calcsize("<" + code))
+                return list(struct.unpack(f"<{found.count}{code}", data))
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                return list(_texts(mapped, found))
+
     def rows(self, entry: Entry, width: int) -> torch.Tensor:
         """A tensor's bytes u8[R,width], a row of its values each. Errors: `InputError` if the file
         ends before it does: it was longer when its places were checked."""
@@ -139,6 +164,15 @@ class GgufFile(SourceFile):
         if len(data) != count:
             raise InputError(f"{self.path} became shorter while it was read")
         return torch.from_numpy(data).reshape(-1, width)
+
+
+def _texts(data: mmap.mmap, array: Passed) -> Iterator[bytes]:
+    """The texts of an array whose lengths were checked when it was passed over."""
+    read, place = struct.Struct("<Q").unpack_from, array.start
+    for _ in range(array.count):
+        (length,) = read(data, place)
+        yield data[place + 8 : place + 8 + length]
+        place += 8 + length
 
 
 class _Header:
@@ -189,23 +223,24 @@ class _Header:
         if kind != _ARRAY:
             raise self.error(f"an entry has the type {kind}, which does not exist")
         of, count = self.scalars("IQ")
+        start = self.place
         if of == _STRING:
             for _ in range(self.at_most(count, 8, "texts of an array")):
                 self.skip(self.scalars("Q")[0], 1)
-            return Passed(count)
+            return Passed(count, of, start)
         if of not in _SCALARS:
             raise self.error(f"an array of the type {of} is not supported")
         self.at_most(count, struct.calcsize("<" + _SCALARS[of]), "values")
         if count <= _KEPT:
             return self.scalars(_SCALARS[of] * count)
         self.skip(count, struct.calcsize("<" + _SCALARS[of]))
-        return Passed(count)
+        return Passed(count, of, start)
 
     def text(self) -> str:
         (length,) = self.scalars("Q")
         start = self.place
         self.skip(length, 1)
-        if length > _LONGEST:  # chat templates are long, names are not
+        if length > _LONGEST:  # names are short, and chat templates shorter than that
             return ""
         return self.data[start : self.place].decode()
 

@@ -64,7 +64,13 @@ def generate(
     def known(info: ModelInfo, assets: Mapping[str, Path], room: bool) -> None:
         sampled = keywords.get("do_sample", info.defaults.do_sample)
         require(not shapes or bool(sampled), _NEED_TEMPERATURE)
-        if room and "tokenizer.json" in assets:
+        if not assets:
+            return
+        require(
+            "tokenizer.json" in assets,
+            f"{model}: expected a model with a tokenizer.json, which --prompt needs; there is none",
+        )
+        if room:
             _check_room(text, keywords, info, assets["tokenizer.json"])
 
     with progress() as show:
