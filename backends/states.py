@@ -15,6 +15,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from ..ir import LOG, SOURCE, InputError, Program, Sym, TensorType
+from ..ir.support.memory import free_memory
 
 _ALIGN = 64
 _BATCH = Sym("B")
@@ -185,11 +186,24 @@ class StateBuffers:
 
     def _allocate(self, groups: Collection[_Group], kept: Mapping[str, int]) -> None:
         """New memory for these groups, with so many rows of the old."""
+        self._check_memory(groups)
         with self.queued():
             for group in groups:
                 self._take_memory(group, kept.get(str(group.symbol), 0))
         self.spares = {}
         self.epoch += 1
+
+    def _check_memory(self, groups: Collection[_Group]) -> None:
+        """Errors: `InputError` for more than is free; it is taken bit by bit, while texts grow."""
+        held = sum(group.data.nbytes for group in groups)
+        wanted = sum(len(g.names) * g.type.bind(self.sizes).nbytes for g in groups) - held
+        if self.device.type == "cpu" and wanted > _SMALL and wanted > (free := free_memory()):
+            raise InputError(
+                f"the caches of {self.batch} texts of {max(self.capacities.values(), default=0)} "
+                f"tokens take {wanted / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free: "
+                f"ask for fewer new tokens (max_new_tokens), or cache them in fewer bits (recipe "
+                f"kv_int8)"
+            )
 
     def _take_memory(self, group: _Group, rows: int) -> None:
         bound = group.type.bind(self.sizes)

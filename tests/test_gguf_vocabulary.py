@@ -397,6 +397,7 @@ def test_entries_that_do_not_fit(case: str, tmp_path: Path) -> None:
 
 
 UNMADE: dict[str, tuple[str, list[str], dict[str, Any], str]] = {
+    "long": ("llama", ["a" * 5000], {"scores": [0.0]}, "5000 characters; expected at most 4096"),
     "no scores": ("llama", ["a", "b", "c"], {}, "scores has 0 entries for 3 tokens"),
     "no pair": ("gpt2", ["a", "b"], {"merges": ["ab"]}, "two texts with a space between, got 'ab'"),
     "twice": ("gpt2", ["a", "a", "c"], {"merges": ["a c"]}, "two tokens have one text"),

@@ -271,7 +271,7 @@ def test_steps_mean_what_the_interpreter_says(name: str) -> None:
 
 def test_few_bits_are_packed_however_short_memory_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unpacked, the kernel would make float weights of them at every step."""
-    monkeypatch.setattr(sessions, "_free_memory", lambda: 1000)
+    monkeypatch.setattr(sessions, "free_memory", lambda: 1000)
     program = few_bits_llama("all")
     whole = logits_by_widths(program, 1, [24])
     assert torch.equal(logits_by_widths(program, 1, [1] * 24), whole)

@@ -67,7 +67,7 @@ def test_weights_are_written_one_at_a_time() -> None:
 def test_short_memory_leaves_weights_in_their_file(monkeypatch: pytest.MonkeyPatch) -> None:
     program = cached_llama()
     assert option(started(program), "session.disable_prepacking") != "1"
-    monkeypatch.setattr(sessions, "_free_memory", lambda: 1000)
+    monkeypatch.setattr(sessions, "free_memory", lambda: 1000)
     assert option(started(program), "session.disable_prepacking") == "1"
     twin = Twin(program, 1)
     twin.step(5)

@@ -12,6 +12,7 @@ import torch
 from onnx import TensorProto, helper
 
 from ...ir import InputError
+from ...ir.support.memory import free_memory
 from ..pages import huge_pages
 from ..target import Target
 from .own_ops import own_library
@@ -56,7 +57,7 @@ def open_session(
     if in_turn:
         # Threads that spin after their work would take the cores from the next session's.
         options.add_session_config_entry("session.force_spinning_stop", "1")
-    if copies and weight_bytes > SPARE * _free_memory():
+    if copies and weight_bytes > SPARE * free_memory():
         options.add_session_config_entry("session.disable_prepacking", "1")
     if own_ops:
         register_own_ops(options)
@@ -195,14 +196,3 @@ def _quota() -> int:
         return 1 << 20
     limit, period = path.read_text().split()
     return 1 << 20 if limit == "max" else max(1, -(-int(limit) // int(period)))
-
-
-def _free_memory() -> int:
-    """Bytes that can be had without swapping."""
-    path = Path("/proc/meminfo")
-    if not path.exists():
-        return 1 << 62
-    for line in path.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 1 << 62

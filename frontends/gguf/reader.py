@@ -209,8 +209,12 @@ class _Header:
             raise self.error(f"tensor {shown(name)} has {axes} axes; expected 1 to {_AXES}")
         dims = self.scalars("Q" * axes)
         kind, start = self.scalars("IQ")
-        if not all(0 < dim < 2**40 for dim in dims) or start >= self.size:
-            raise self.error(f"tensor {shown(name)} has the size {dims} at byte {start}")
+        if not all(0 < dim < 2**40 for dim in dims):
+            raise self.error(f"tensor {shown(name)} has the size {dims}")
+        if start >= self.size:
+            raise self.error(
+                f"tensor {shown(name)} begins at byte {start} of a file of {self.size} bytes"
+            )
         return Entry(name, tuple(int(dim) for dim in reversed(dims)), int(kind), int(start))
 
     def value(self, kind: int) -> Value:

@@ -26,6 +26,7 @@ KEY = "tokenizer.ggml"
 _UNKNOWN, _CONTROL, _OWN = 2, 3, 4
 _NONE = 2**32 - 1
 _SPACE = "\u2581"
+_LONGEST = 4096
 
 _ROLES = {
     **{"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown", "eot": "eot", "eom": "eom"},
@@ -114,6 +115,8 @@ class Vocabulary:
             words = [text.decode() for text in self.texts]
             if len(set(words)) != len(words):
                 raise ValueError("two tokens have one text")
+            if (most := max(map(len, words), default=0)) > _LONGEST:
+                raise ValueError(f"a token has {most} characters; expected at most {_LONGEST}")
             made: Tokenizer
             made, begins, ends = _named(self.file, "model", _MODELS)(self, words)
             added = []
