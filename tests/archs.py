@@ -85,6 +85,15 @@ _YARN = {
     "factor": 2.0,
     "original_max_position_embeddings": 32,
 }
+_BY_POSITION = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "llama_4_scaling_beta": 0.5,
+    "original_max_position_embeddings": 4,
+}
 _FALCON = {**_IDS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -150,6 +159,7 @@ def _table() -> dict[str, Arch]:
         "jais2": _base(head_dim=8),
         "llama": _base(rope_parameters=_LLAMA3, attention_bias=True, mlp_bias=True),
         "ministral": _base(head_dim=8, **_MIXED),
+        "ministral3": _base(head_dim=8, rope_parameters=_BY_POSITION),
         # Its experts run on every token and are weighed by 0, which is no mixture to a compiler.
         "llama4_text": _base(
             head_dim=8,

@@ -157,6 +157,15 @@ def _yarn(config: Any) -> dict[str, Any]:
     }
 
 
+def _by_position(config: Any) -> dict[str, Any]:
+    rope = config.rope_parameters
+    return {
+        **_yarn(config),
+        "rope.scaling.yarn_log_multiplier": rope["mscale_all_dim"],
+        "attention.temperature_scale": rope["llama_4_scaling_beta"],
+    }
+
+
 def _ssm(config: Any) -> dict[str, Any]:
     heads = getattr(config, "num_heads", None)
     keys = {
@@ -237,6 +246,7 @@ FILES: dict[str, Written] = {
     ),
     "deepseek2 (v3)": Written("deepseek_v3", _latent, _latent_heads, {"n_group": 1}),
     "ernie4_5": Written("ernie4_5", change={"use_bias": False}),
+    "exaone": Written("llama", change={"rope_parameters": None}),
     "exaone4": Written("exaone4", change={"sliding_window": None, "layer_types": None}),
     "exaone4 (32b)": Written(
         "exaone4", _window, change={"num_hidden_layers": 4, "layer_types": None}
@@ -286,6 +296,7 @@ FILES: dict[str, Written] = {
     "llama (experts)": Written("mixtral", _mixture, _mixtral, {"sliding_window": None}),
     "mamba": Written("mamba", _ssm, _mamba, {"intermediate_size": 128}),
     "mamba2": Written("mamba2", _ssm, _mamba, {"head_dim": 16}),
+    "mistral3": Written("ministral3", _by_position, _pairs),
     "mpt": Written("mpt", _mpt),
     "nemotron": Written("nemotron", _partial, _plus_one, {"head_dim": 16}),
     "olmo2": Written("olmo2"),

@@ -101,6 +101,7 @@ ARCHITECTURES = {
         "deepseek_v3", alike=False, experts=True, options=of.DEEPSEEK3, layouts=_LATENT
     ),
     "ernie4_5": Architecture("ernie4_5", options=(Present("use_bias", "blk.0.attn_q.bias"),)),
+    "exaone": Architecture("llama", divided=True, options=of.LLAMA),
     "exaone4": Architecture("exaone4", divided=True, window=True, options=of.EXAONE4),
     "falcon": Architecture(
         "falcon",
@@ -155,6 +156,7 @@ ARCHITECTURES = {
     "mamba2": Architecture(
         "mamba2", alike=False, eps="layer_norm_epsilon", options=of.MAMBA2, layouts=_STATES
     ),
+    "mistral3": Architecture("ministral3", options=of.MISTRAL3, layouts=_PAIRS),
     "mpt": Architecture("mpt", options=of.MPT, **_OF_GPT),
     "nemotron": Architecture(
         "nemotron", partial=True, centred=True, eps="norm_eps", options=of.LLAMA, layouts=_NORMS

@@ -270,6 +270,33 @@ def _mpt(meta: Metadata) -> dict[str, Any]:
 MPT = (_mpt,)
 
 
+def _positions_entries(config: Any) -> Entries:
+    rope = config.rope_parameters
+    return {
+        **rotary_entries(rope, config.max_position_embeddings),
+        "rope.scaling.original_context_length": int(rope["original_max_position_embeddings"]),
+        "rope.scaling.yarn_log_multiplier": float(rope.get("mscale_all_dim") or 0.0),
+        "attention.temperature_scale": float(rope["llama_4_scaling_beta"]),
+    }
+
+
+@both(_positions_entries)
+def _scaled_by_position(meta: Metadata) -> dict[str, Any]:
+    """Queries grow with the logarithm of how often their position holds the original context."""
+    rotary, context = meta.rotary(), meta.number("context_length", int)
+    original = meta.number("rope.scaling.original_context_length", int, 0) or context
+    if rotary["rope_type"] == "yarn" and (
+        scale := meta.number("rope.scaling.yarn_log_multiplier", float, 0.0)
+    ):
+        rotary |= {"mscale": 1.0, "mscale_all_dim": scale}
+    beta = meta.number("attention.temperature_scale", float, 0.0)
+    rotary |= {"llama_4_scaling_beta": beta, "original_max_position_embeddings": original}
+    return {"rope_parameters": rotary}
+
+
+MISTRAL3 = (_scaled_by_position,)
+
+
 @both(lambda config: {"attention.scale": float(config.attention_multiplier)})
 def _given_scale(meta: Metadata) -> dict[str, Any]:
     return {
