@@ -19,6 +19,7 @@ from selection import mostly_long  # noqa: E402
 
 import graftwork as gw  # noqa: E402
 from graftwork.frontends import import_model  # noqa: E402
+from graftwork.frontends.gguf import rows  # noqa: E402
 from graftwork.frontends.gguf.blocks import EIGHT, TYPES, BlockType  # noqa: E402
 from graftwork.frontends.gguf.config import SILENT, architecture_of, config_of  # noqa: E402
 from graftwork.frontends.gguf.metadata import Metadata  # noqa: E402
@@ -73,6 +74,17 @@ def _floats_at(kind: BlockType) -> tuple[int, ...]:
     held = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
     held |= {"TQ1_0": (52,), "TQ2_0": (64,), "MXFP4": ()}
     return held.get(kind.name, (0, 2) if kind.name in ("Q4_K", "Q5_K") else (0,))
+
+
+def test_blocks_are_decoded_some_rows_at_a_time(tmp_path: Path, monkeypatch: Any) -> None:
+    """With rows in an order of their own, too; the values are those of all rows at once."""
+    path = tmp_path / "m.gguf"
+    write(path, {"": "Q4_1", "down_proj.weight": "Q8_0"}, **SIZES)
+    program = import_model(path)
+    whole = {name: weight.load() for name, weight in program.weights.items()}
+    monkeypatch.setattr(rows, "AT_ONCE", 500)
+    for name, weight in program.weights.items():
+        assert torch.equal(weight.load(), whole[name]), name
 
 
 CASES: dict[str, tuple[str, dict[str, str], dict[str, int], tuple[str, ...]]] = {

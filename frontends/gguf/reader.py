@@ -18,6 +18,7 @@ import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -154,16 +155,21 @@ class GgufFile(SourceFile):
                 return list(_texts(mapped, found))
 
     def rows(self, entry: Entry, width: int) -> torch.Tensor:
-        """A tensor's bytes u8[R,width], a row of its values each. Errors: `InputError` if the file
-        ends before it does: it was longer when its places were checked."""
-        count = width
-        for dim in entry.dims[:-1]:
-            count *= dim
+        """A tensor's bytes u8[R,width], a row of its values each. Errors: as `pieces`."""
+        (whole,) = self.pieces(entry, width, prod(entry.dims[:-1]))
+        return whole
+
+    def pieces(self, entry: Entry, width: int, most: int) -> Iterator[torch.Tensor]:
+        """The same, `most` rows at a time. Errors: `InputError` if the file ends before it does: it
+        was longer when its places were checked."""
+        total = prod(entry.dims[:-1])
         with open_regular(self.path) as file:
-            data = np.fromfile(file, np.uint8, count, offset=entry.start)
-        if len(data) != count:
-            raise InputError(f"{self.path} became shorter while it was read")
-        return torch.from_numpy(data).reshape(-1, width)
+            for first in range(0, total, most):
+                count = min(most, total - first) * width
+                data = np.fromfile(file, np.uint8, count, offset=0 if first else entry.start)
+                if len(data) != count:
+                    raise InputError(f"{self.path} became shorter while it was read")
+                yield torch.from_numpy(data).reshape(-1, width)
 
 
 def _texts(data: mmap.mmap, array: Passed) -> Iterator[bytes]:

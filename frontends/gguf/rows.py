@@ -132,39 +132,58 @@ def bytes_as(rows: torch.Tensor, *, dtype: torch.dtype, dims: tuple[int, ...]) -
     return rows.view(dtype).reshape(dims)
 
 
-def stored_blocks(file: GgufFile, entry: Entry, kind: BlockType, raw: Weight) -> StoredWeight:
-    """A tensor of blocks, decoded part by part when they are loaded."""
+def stored_blocks(
+    file: GgufFile, entry: Entry, kind: BlockType, order: Order = AS_IT_IS
+) -> StoredWeight:
+    """A tensor of blocks, its rows in an order, decoded part by part when they are loaded."""
     *stack, rows, columns = entry.dims
     numeric = kind.numeric
     packed, scale = (
         TensorType(type.dtype, (*stack, *type.dims)) for type in numeric.types(rows, columns)
     )
-    options: dict[str, Any] = {"kind": entry.kind, "rows": (*stack, rows)}
-    scales = derive(f"{raw.name}.scale", scale, block_part, raw, part="scales", **options)
-    offsets = None
-    if kind.offsets is not None:
-        offsets = derive(f"{raw.name}.offset", scale, block_part, raw, part="offsets", **options)
-    for part in filter(None, (scales, offsets)):
-        if not torch.isfinite(part.load().float()).all():
-            raise InputError(f"{file.path}: tensor {raw.name} has scales that are not finite")
+    held, options = file.owner(entry.name), {"layout": order[0], "sizes": order[1]}
+    width = width_of(file, entry)
+
+    def part(name: str, type: TensorType, what: str) -> Weight:
+        given: dict[str, Any] = {"file": held, "entry": entry, "width": width, **options}
+        return derive(f"{entry.name}.{name}", type, block_part, part=what, **given)
+
+    scales = part("scale", scale, "scales")
+    offsets = None if kind.offsets is None else part("offset", scale, "offsets")
+    for small in filter(None, (scales, offsets)):
+        if not torch.isfinite(small.load().float()).all():
+            raise InputError(f"{file.path}: tensor {entry.name} has scales that are not finite")
     book = torch.tensor(kind.codebook, dtype=torch.float32) if kind.codebook else None
     return StoredWeight(
         numeric,
-        derive(f"{raw.name}.bits", packed, block_part, raw, part="codes", **options),
+        part("bits", packed, "codes"),
         scales,
         offsets,
         None if book is None else Weight.of(f"{kind.name}.codebook", book),
     )
 
 
+AT_ONCE = 1 << 23
+"""Bytes of blocks that are decoded at a time: not all are in memory beside what they give."""
+
+
 @derivation
 def block_part(
-    blocks: torch.Tensor, *, kind: int, rows: tuple[int, ...], part: str
+    *, file: GgufFile, entry: Entry, width: int, layout: str, sizes: tuple[int, ...], part: str
 ) -> torch.Tensor:
-    """The scales, offsets or codes [*rows,...] of blocks u8[R,W] of a type; codes are packed."""
-    type = TYPES[kind]
-    found: torch.Tensor = getattr(type, part)(blocks.reshape(-1, type.size)).reshape(*rows, -1)
-    return pack(found, type.bits) if part == "codes" else found
+    """The scales, offsets or codes [...,R,W] of a tensor's blocks; codes are packed. layout, sizes:
+    as in `block_rows`."""
+    type, whole, done = TYPES[entry.kind], torch.empty(0), 0
+    total = prod(entry.dims[:-1])
+    for blocks in file.pieces(entry, width, max(1, AT_ONCE // width)):
+        found: torch.Tensor = getattr(type, part)(blocks.reshape(-1, type.size))
+        rows = found.reshape(len(blocks), -1)
+        rows = pack(rows, type.bits) if part == "codes" else rows
+        whole = whole if done else rows.new_empty(total, rows.shape[1])
+        whole[done : done + len(rows)] = rows
+        done += len(rows)
+    ordered = whole[LAYOUTS[layout](total, *sizes)] if layout else whole
+    return ordered.reshape(*entry.dims[:-1], -1)
 
 
 def stored_in_eight(file: GgufFile, entry: Entry, raw: Weight) -> StoredWeight:

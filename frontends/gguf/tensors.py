@@ -185,17 +185,16 @@ class Reader:
             check_order(self.file, entry, *order)
         if entry.kind in FLOATS:
             return floats_of(self.file, entry, order)
-        raw = rows_of(self.file, entry, order)
         kind = TYPES.get(entry.kind)
         if kind is None:
             self.others.append(f"{entry.name} (type {entry.kind})")
-            return stored_in_eight(self.file, entry, raw)
+            return stored_in_eight(self.file, entry, rows_of(self.file, entry, order))
         if len(entry.dims) < 2:
             raise InputError(
                 f"{self.file.path}: tensor {entry.name} has the size {list(entry.dims)}; blocks "
                 f"are in rows"
             )
-        return stored_blocks(self.file, entry, kind, raw)
+        return stored_blocks(self.file, entry, kind, order)
 
     def _warn(self) -> None:
         """Warn of what is not as it is in the file."""
