@@ -39,7 +39,7 @@ from graftwork.backends import Target
 from graftwork.recipe import Recipe
 from graftwork.runtime.asking.options import BEST
 from graftwork.runtime.asking.request import read_request
-from graftwork.runtime.generate import forget
+from graftwork.runtime.generation import forget
 from graftwork.runtime.loop import run
 from graftwork.runtime.rounds import Decoding
 from graftwork.runtime.speculate.sampling import StepToVerify

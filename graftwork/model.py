@@ -36,7 +36,7 @@ from .runtime.asking.input_ids import check_ids
 from .runtime.asking.options import check_defaults
 from .runtime.asking.sources import FEATURES, TOKENS, takes_features
 from .runtime.cache.conversations import Conversations
-from .runtime.generate import check_request, forget, generate
+from .runtime.generation import check_request, forget, generate
 from .runtime.prefix import load_prefix, save_prefix
 from .runtime.scoring import score
 from .tracing.draft_models import check_paths, with_draft_models
@@ -257,7 +257,7 @@ class Model(Exports):
 
         Options have transformers' names (``max_new_tokens``, ``do_sample``, ``temperature``,
         ``top_k``, ``top_p``, ``eos_token_id``, ``attention_mask``, ``streamer``, ``seed``, ...);
-        see `graftwork.runtime.generate.generate`, which rejects unsupported ones. Defaults: the
+        see `graftwork.runtime.generation.generate`, which rejects unsupported ones. Defaults: the
         checkpoint's generation config; ``do_sample=False`` always decodes greedily.
 
         One generation runs at a time; other threads wait. A streamer or stopping criterion must not

@@ -28,7 +28,7 @@ import torch
 from torch.fx.node import map_aggregate
 
 from .support.errors import InputError
-from .support.files import open_regular
+from .support.files import open_regular, stamp_of
 from .types import TensorType
 
 P = ParamSpec("P")
@@ -339,11 +339,6 @@ def _mapped(path: str) -> Any:
     from safetensors import safe_open
 
     return safe_open(path, framework="pt")
-
-
-def stamp_of(stat: os.stat_result) -> tuple[int, ...]:
-    """Identity of a file's contents: device, inode, times and size."""
-    return stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size
 
 
 @lru_cache(maxsize=64)

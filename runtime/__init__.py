@@ -32,8 +32,11 @@ inputs of a compiled width and reads what comes back; `speculate/`, `depth/` and
 policy a file, found by the plan record that it carries out; `rounds/` holds ways to run steps.
 """
 
-from .asking.options import GenerationOptions
-from .generate import Generated, forget, generate
-from .stats import Stats
+from typing import TYPE_CHECKING
 
-__all__ = ["Generated", "GenerationOptions", "Stats", "forget", "generate"]
+from ..ir.support.lazy import names_of
+
+if TYPE_CHECKING:
+    from .api import *  # noqa: F403
+else:
+    __getattr__ = names_of(f"{__name__}.api")

@@ -31,7 +31,7 @@ from graftwork.backends import Target, compile
 from graftwork.ir import Program, Sym, TensorType, site_of, type_of
 from graftwork.passes.engine.manager import run_passes
 from graftwork.passes.engine.validate import reference_logits
-from graftwork.runtime.generate import generate
+from graftwork.runtime.generation import generate
 
 G = torch.ops.graftwork
 TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"

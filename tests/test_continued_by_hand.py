@@ -22,7 +22,7 @@ from graftwork.ir.plan import ContinuedDraft
 from graftwork.passes.drafting.draft_clover import DraftClover
 from graftwork.passes.drafting.gumiho.graph import DraftGumiho
 from graftwork.passes.engine.base import Pass
-from graftwork.runtime.generate import generate
+from graftwork.runtime.generation import generate
 from graftwork.runtime.rounds.general import GeneralRound
 from graftwork.runtime.speculate.drafters import grown
 from graftwork.training.net import Net

@@ -24,7 +24,7 @@ from graftwork.backends import Target, compile
 from graftwork.frontends import import_model
 from graftwork.ir import Defaults, Program, UnsupportedError
 from graftwork.passes.engine.manager import run_passes
-from graftwork.runtime.generate import generate
+from graftwork.runtime.generation import generate
 
 TABLE = Path(__file__).parent.parent / "docs" / "models.md"
 NEW, MOST = 12, 20_000_000

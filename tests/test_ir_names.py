@@ -30,7 +30,7 @@ from graftwork.ir import (
 )
 from graftwork.ir.support.names import is_name
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
-from graftwork.runtime.generate import generate
+from graftwork.runtime.generation import generate
 
 WRONG = [
     "../../x",

@@ -12,7 +12,7 @@ import torch
 from handmade import Shape, cached_llama
 from test_onnxruntime_executable import TARGET, Twin, executable, step_of
 
-from graftwork.backends import Target, compile
+from graftwork.backends import Target, compile, cores
 from graftwork.backends.onnxruntime import session as sessions
 from graftwork.backends.onnxruntime.executable import OnnxExecutable
 from graftwork.backends.onnxruntime.store import LARGE, WeightFile
@@ -79,16 +79,16 @@ def test_threads_are_those_of_the_target() -> None:
         made = started(cached_llama(), Target(threads=threads))
         step = next(iter(made._made["step"].values()))
         assert step.session.get_session_options().intra_op_num_threads == threads
-    assert sessions.default_threads() >= 1
+    assert cores.default_threads() >= 1
 
 
 def test_a_quota_bounds_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    sessions.default_threads.cache_clear()
-    monkeypatch.setattr(sessions, "_quota", lambda: 1)
-    monkeypatch.setattr(sessions, "_core", lambda cpu: str(cpu // 2))  # two threads a core
-    assert sessions.default_threads() == 1
+    cores.default_threads.cache_clear()
+    monkeypatch.setattr(cores, "_quota", lambda: 1)
+    monkeypatch.setattr(cores, "_core", lambda cpu: str(cpu // 2))  # two threads a core
+    assert cores.default_threads() == 1
     monkeypatch.undo()
-    sessions.default_threads.cache_clear()
+    cores.default_threads.cache_clear()
 
 
 def test_a_full_disk_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from graftwork.backends import Target, compile
 from graftwork.ir.execution.executable import Executable
 from graftwork.ir.support.errors import PassError, UnsupportedError
 from graftwork.passes.engine.manager import Step, weakest
-from graftwork.runtime.generate import generate
+from graftwork.runtime.generation import generate
 
 Names = tuple[str, ...]
 ASKED = {"max_new_tokens": 40, "eos_token_id": []}

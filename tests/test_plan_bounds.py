@@ -50,7 +50,7 @@ from graftwork.passes.drafting.jacobi import JacobiDraft
 from graftwork.passes.drafting.lookahead import LookaheadDraft
 from graftwork.passes.drafting.recycling import RecyclingDraft
 from graftwork.passes.drafting.suffix import SuffixDraft
-from graftwork.runtime.generate import generate
+from graftwork.runtime.generation import generate
 from graftwork.training.fit import FitOptions
 
 import_methods()

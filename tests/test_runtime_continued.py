@@ -31,7 +31,7 @@ from graftwork.passes.drafting.jakiro import AheadProposer
 from graftwork.passes.drafting.jakiro.graph import DraftJakiro
 from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.engine.base import Pass
-from graftwork.runtime.generate import generate
+from graftwork.runtime.generation import generate
 from graftwork.runtime.speculate.drafters import grown
 from graftwork.runtime.speculate.proposers.continued import ContinuedProposer
 from graftwork.training import FitState, fit

@@ -22,7 +22,7 @@ from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import generate
-from graftwork.runtime.generate import forget
+from graftwork.runtime.generation import forget
 
 ASKED: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": []}
 COUNT = 24

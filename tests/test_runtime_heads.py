@@ -17,7 +17,7 @@ from graftwork.passes.drafting.draft_hydra import DraftHydra
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.drafting.draft_mlp_speculator import DraftMlpSpeculator
 from graftwork.passes.drafting.draft_redrafter import DraftRedrafter
-from graftwork.runtime.generate import generate
+from graftwork.runtime.generation import generate
 from graftwork.runtime.speculate.last_state import LastState
 from graftwork.runtime.speculate.verifiers.greedy import GreedyVerifier
 

@@ -26,7 +26,7 @@ from graftwork.passes.numerics.quantize_weights import QuantizeWeights
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime.feeding.draft import Draft
-from graftwork.runtime.generate import generate
+from graftwork.runtime.generation import generate
 from graftwork.runtime.speculate.drafters import grown
 from graftwork.runtime.speculate.drafters.combining import merged
 from graftwork.training import fit

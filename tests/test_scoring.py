@@ -24,7 +24,7 @@ from graftwork.measuring.agreement import plain_plan
 from graftwork.model import Model
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights
-from graftwork.runtime.generate import generate
+from graftwork.runtime.generation import generate
 from graftwork.runtime.scoring import score
 
 TARGETS = ("eager", pytest.param("torch", marks=pytest.mark.long), "onnxruntime")

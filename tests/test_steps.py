@@ -15,7 +15,7 @@ from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.fuse_draft import FuseDraft
 from graftwork.passes.drafting.unroll_draft import UnrollDraft
 from graftwork.passes.engine.manager import Step, run_passes
-from graftwork.runtime.generate import generate
+from graftwork.runtime.generation import generate
 
 
 def with_step(program: Program, step: Whole | Fused) -> Program:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -37,6 +39,16 @@ GRAIN = 64
 
 MIXTURES = (torch.ops.graftwork.moe.default, torch.ops.graftwork.quantized_moe.default)
 """Ops whose kernel some devices fail to run, see `mixtures_work`."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """The files of an executable. sessions: the file and step of each function's variants. routers:
+    by function."""
+
+    weights: WeightFile
+    sessions: Mapping[str, Mapping[Variant, tuple[Path, Step]]]
+    routers: Mapping[str, Router]
 
 
 class OnnxExecutable(StatefulExecutable):
@@ -81,6 +93,19 @@ class OnnxExecutable(StatefulExecutable):
         """The weight file, the states, and the graphs of the sessions so far."""
         graphs = sum(path.stat().st_size for path in self._scratch.path.glob("*.onnx"))
         return Memory(self._weights.end, self.state_bytes(), graphs)
+
+    def written(self) -> Written:
+        """The files of the sessions so far; they go with the executable."""
+        sessions = {
+            name: {variant: (self._file(name, variant), step) for variant, step in made.items()}
+            for name, made in self._made.items()
+        }
+        return Written(self._weights, sessions, self._routers)
+
+    def _file(self, function: str, variant: Variant) -> Path:
+        # Numbered: a name that came with a file says nothing about where to write.
+        number = list(self.program.functions).index(function)
+        return self._scratch.path / f"{number}.{variant}.onnx"
 
     def kernels(self) -> tuple[KernelUse, ...]:
         """Of the functions that have a session."""
@@ -152,9 +177,7 @@ class OnnxExecutable(StatefulExecutable):
         native = self.target.device == "cpu"
         lowered = lower(self.program, function, variant, native=native, refused=self._refused)
         fn = lowered.function(function)
-        # Numbered: a name that came with a file says nothing about where to write.
-        number = list(self.program.functions).index(function)
-        path = self._scratch.path / f"{number}.{variant}.onnx"
+        path = self._file(function, variant)
         size = sum(weight.type.nbytes for weight in lowered.weights.values())
         # The target's threads spin for a while after its work. Threads of another session would
         # have to take the cores from them, so what is drafted in between uses one.

@@ -23,11 +23,15 @@ def own_library() -> str:
 
 @functools.cache
 def _declared(kernels: ctypes.CDLL) -> str:
-    for op in own_ops():
-        if op.native is not None and op.native.onnx:
-            found = ctypes.byref(entries(op.name))
-            kernels.declare_op(node_name(op).encode(), described(op).encode(), found)
+    for name, text, kernel in declarations():
+        kernels.declare_op(name.encode(), text.encode(), ctypes.byref(entries(kernel)))
     return kernels._name
+
+
+def declarations() -> list[tuple[str, str, str]]:
+    """What the library is told of its ops: each one's name in ONNX, declaration and kernel."""
+    shown = [op for op in own_ops() if op.native is not None and op.native.onnx]
+    return [(node_name(op), described(op), op.name) for op in shown]
 
 
 def node_name(op: OpDef) -> str:

@@ -17,9 +17,9 @@ import torch
 
 from ...ir import GraftworkWarning, InputError, UnsupportedError
 from ...ir.support.discovery import sources_of, versions_of
+from ...ir.support.files import stamp_of
 from ...ir.support.scratch import Scratch
 from ...ir.text.kept_files import Kept, kept_file, read_kept, write_kept
-from ...ir.weights import stamp_of
 from .vocabulary import Vocabulary
 
 Stamp = tuple[int, ...]

@@ -26,9 +26,9 @@ import numpy as np
 import torch
 
 from ...ir import InputError
-from ...ir.support.files import open_regular
+from ...ir.support.files import open_regular, stamp_of
 from ...ir.support.names import shown
-from ...ir.weights import SourceFile, option, stamp_of
+from ...ir.weights import SourceFile, option
 
 MAGIC, VERSIONS = 0x46554747, (2, 3)
 _STRING, _ARRAY = 8, 9

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..ready.key import ready_key
 from .console import err, progress
 from .options import AnyModel, DataOption, MaybeRecipe, SetOption, TargetOption, require
 
@@ -18,6 +19,7 @@ from .options import AnyModel, DataOption, MaybeRecipe, SetOption, TargetOption,
 
 if TYPE_CHECKING:
     from ..ir import ModelInfo
+    from ..runtime.stats import Stats
 
 _GREEDY = {"do_sample": False}
 _NEED_TEMPERATURE = "--top-k and --top-p need --temperature above 0"
@@ -46,10 +48,16 @@ def generate(
     json_: Annotated[bool, typer.Option("--json", help="Text, ids and statistics.")] = False,
 ) -> None:
     """Continue a text."""
+    text, alike = _text(prompt, file), not (json_ or data or top_k or top_p or seed is not None)
+    key = ready_key(model, recipe, set_, target) if alike else None
+    greedy = None if temperature is None else not temperature
+    if key is not None and greedy is not False and _write_ready(key, text, max_new_tokens, greedy):
+        return
     from ..data.prompts import as_ids
+    from ..ir.support.errors import GraftworkWarning
     from ..ir.support.tokenizer import encode
     from ..runtime.asking.options import check_keywords
-    from ..runtime.generate import check_request
+    from ..runtime.generation import check_request
     from .open_model import open_model
 
     options = {"top_k": top_k, "top_p": top_p, "seed": seed, "max_new_tokens": max_new_tokens}
@@ -59,7 +67,7 @@ def generate(
     shapes = bool(top_k) or top_p is not None
     require(not shapes or temperature != 0, _NEED_TEMPERATURE)
     check_keywords(keywords)
-    text = _text(prompt, file)
+    warned = GraftworkWarning.count
 
     def known(info: ModelInfo, assets: Mapping[str, Path], room: bool) -> None:
         sampled = keywords.get("do_sample", info.defaults.do_sample)
@@ -86,12 +94,43 @@ def generate(
         show("compile")
         _ = opened.executable
     _write(opened, ids, len(begun), keywords, json_)
+    if key is not None and GraftworkWarning.count == warned:  # what was said is said each time
+        from ..ready.keep import keep
+
+        keep(key, opened)
+
+
+def _write_ready(key: str, text: str, count: int | None, greedy: bool | None) -> bool:
+    """Generate with what an earlier run of the command kept. False: nothing is kept, or it cannot
+    do what is asked, and nothing was printed. count: of new tokens."""
+    from ..ready.start import ready
+    from .text_printer import TextPrinter
+
+    kept = ready(key)
+    if kept is None:
+        return False
+    ids, new = kept.fits(text, count, greedy)
+    if not new:
+        return False
+    printer = TextPrinter(kept.tokenizer)
+    kept.generate(ids, new, printer.show)
+    printer.end()
+    _say(kept.stats, kept.approximate)
+    return True
+
+
+def _say(stats: Stats, approximate: bool) -> None:
+    """Print what a generation cost."""
+    err.print(
+        f"{stats.new_tokens} tokens in {stats.steps + 1} steps, "
+        f"{stats.accepted_per_step:.2f} a step, {stats.tokens_per_second:.0f} tokens/s"
+        f"{'; approximate: the target itself may write another text' if approximate else ''}"
+    )
 
 
 def _write(opened: Any, ids: list[int], begun: int, keywords: dict[str, Any], json_: bool) -> None:
     """Generate and print. begun: number of tokens before the new ones."""
     from ..ir.support.tokenizer import decode
-    from ..runtime.stats import Stats
     from .text_printer import TextPrinter
 
     printer = None if json_ else TextPrinter(opened.tokenizer)
@@ -99,11 +138,7 @@ def _write(opened: Any, ids: list[int], begun: int, keywords: dict[str, Any], js
     stats: Stats = result.stats
     approximate = opened.recipe.get("contract") == "approximate"
     if not json_:
-        err.print(
-            f"{stats.new_tokens} tokens in {stats.steps + 1} steps, "
-            f"{stats.accepted_per_step:.2f} a step, {stats.tokens_per_second:.0f} tokens/s"
-            f"{'; approximate: the target itself may write another text' if approximate else ''}"
-        )
+        _say(stats, approximate)
         return
     new = result.sequences[0, begun:].tolist()
     text = decode(opened.tokenizer, new)

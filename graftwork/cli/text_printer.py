@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from ..ir.support.tokenizer import decode
@@ -22,7 +23,11 @@ class TextPrinter:
         if not self.prompt_seen:
             self.prompt_seen = True
             return
-        self.ids += [int(token) for token in value.reshape(-1)]
+        self.show(value.reshape(-1).tolist())
+
+    def show(self, ids: Iterable[int]) -> None:
+        """Print new tokens."""
+        self.ids += ids
         text = decode(self.tokenizer, self.ids)
         # A trailing replacement character is an incomplete character.
         if not text.endswith("\ufffd"):

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as oir
 import torch
 
 from ..artifact.destinations import MARKS
@@ -87,7 +87,7 @@ def export_onnx_plan(program: Program, folder: Path) -> Path:
             name: _function(program, fn, number, new, weights)
             for number, (name, fn) in enumerate(program.functions.items())
         }
-        plan = plan_of(program, functions, _tables(program, weights))
+        plan = plan_of(program, functions, tables_of(program, weights))
         write_json(new / PLAN, plan.model_dump(mode="json"))
         seal(new / PLAN)
         write_json(new / SCHEMA, PlanFile.model_json_schema())
@@ -187,7 +187,7 @@ def record_of(value: Any) -> Any:
     return value
 
 
-def _tables(program: Program, weights: WeightFile) -> dict[str, Any]:
+def tables_of(program: Program, weights: WeightFile) -> dict[str, Any]:
     """Offsets of weights that runners read themselves, in the file of weights."""
     names: set[str] = set()
     for slot in fields(program.plan):
@@ -215,7 +215,13 @@ def _function(
         describe(program, emitted.model, doc)
         path = folder / f"{number}.{variant}.onnx"
         store(emitted, path, weights)
-        variants[variant] = _described(path.name, lowered.function(fn.name), emitted.model)
+        taken = [str(value.name) for value in emitted.model.graph.inputs]
+        variants[variant] = described(path.name, lowered.function(fn.name), taken)
+    return function_entry(fn, router, variants)
+
+
+def function_entry(fn: Function, router: Router, variants: Mapping[Any, Any]) -> dict[str, Any]:
+    """A function's entry in plan.json."""
     return {
         "role": fn.role.value,
         "layers": _layers(fn),
@@ -237,9 +243,9 @@ def _layers(fn: Function) -> int:
     return sum(marker.kwargs["point"] == "block" for marker in markers)
 
 
-def _described(file: str, fn: Function, model: oir.Model) -> dict[str, Any]:
+def described(file: str, fn: Function, taken: Iterable[str]) -> dict[str, Any]:
+    """A variant's entry in plan.json. fn: as lowered. taken: names of the graph's inputs."""
     types = {str(node.target): type_of(node) for node in fn.inputs}
-    taken = [str(value.name) for value in model.graph.inputs]
     outputs = {output_name(fn, name): type_of(node) for name, node in fn.outputs.items()}
     return {
         "file": file,

@@ -18,7 +18,7 @@ from ..ir.execution.executable import Executable, Planned
 from ..ir.plan import Chain, DecodePlan, FixedLength, Lossless, NoDraft
 from ..passes.engine.base import Contract, Effect, all_passes
 from ..runtime.asking.options import BEST
-from ..runtime.generate import Generated, forget, generate
+from ..runtime.generation import Generated, forget, generate
 
 PLANNED = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
 """Effects that do not change the step's results."""

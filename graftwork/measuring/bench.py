@@ -26,7 +26,7 @@ from ..ir.support.packages import installing
 from ..model import Model
 from ..passes.engine.base import Effect, all_passes
 from ..passes.engine.validate import reference_logits
-from ..runtime.generate import Generated, forget, generate
+from ..runtime.generation import Generated, forget, generate
 from .agreement import OwnText, is_approximate, plain_plan
 
 NEAR_TIE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}

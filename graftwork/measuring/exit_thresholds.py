@@ -33,7 +33,7 @@ from ..ir.plan import DecodePlan, FullDepth
 from ..ir.plan.depth import ThresholdDepth
 from ..model import Model
 from ..recipe import Recipe
-from ..runtime.generate import Generated, forget
+from ..runtime.generation import Generated, forget
 from .agreement import continued, plain_plan
 
 STEPS = 20

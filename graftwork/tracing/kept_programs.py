@@ -9,11 +9,9 @@ warning was issued; anything after transformers was imported, whose classes may 
 from __future__ import annotations
 
 import contextlib
-import glob
 import hashlib
 import importlib
 import json
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -38,11 +36,12 @@ from ..ir import (
 )
 from ..ir.ops.parallel import started
 from ..ir.support.discovery import sources_of, versions_of
+from ..ir.support.files import stamp_of
 from ..ir.text.kept_files import Kept, kept_file, read_kept, write_kept
 from ..ir.text.weights_text import parse_weights, weights_text
-from ..ir.weights import stamp_of
 from ..recipe import Recipe
 from ..report import Report
+from .source_files import files_of
 
 PACKAGES = ("torch", "transformers", "safetensors", "pydantic", "gguf")
 MOST_TENSORS = 2**24
@@ -60,7 +59,7 @@ def program_key(model: object, recipe: Recipe, dtype: torch.dtype) -> str | None
         return None
     source = Path(model).absolute()
     try:
-        files = sorted((path.name, stamp_of(path.stat())) for path in _files_of(source))
+        files = sorted((path.name, stamp_of(path.stat())) for path in files_of(source))
     except OSError:
         return None
     if not files:
@@ -75,16 +74,6 @@ def program_key(model: object, recipe: Recipe, dtype: torch.dtype) -> str | None
     tools = sys.version_info[:3], versions_of(*PACKAGES), started()
     known = (str(source), files, used, str(dtype), sources_of(*code), tools)
     return hashlib.sha256(repr(known).encode()).hexdigest()
-
-
-def _files_of(source: Path) -> list[Path]:
-    """The files of a folder, or of a model in one or several .gguf files; none of other sources."""
-    if source.suffix.lower() != ".gguf":
-        return list(source.iterdir()) if source.is_dir() else []
-    several = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", source.name)
-    if several is None:
-        return [source]
-    return sorted(source.parent.glob(f"{glob.escape(several[1])}-*-of-{several[2]}.gguf"))
 
 
 def _is_patched() -> bool:

@@ -28,7 +28,7 @@ from ..ir.support.files import plain_path
 from ..measuring.agreement import OwnText, continued, is_approximate
 from ..measuring.agreement import own_text as own_text_kept
 from ..passes.drafting.trained import trained_on
-from ..runtime.generate import generate
+from ..runtime.generation import generate
 from . import checkpoint
 from .budget import Budget, check_loss, rate_factor
 from .net import Net, check_chains, chosen, trainable, trained_parts

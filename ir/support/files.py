@@ -171,3 +171,8 @@ def plain_path(what: str, path: str | Path) -> Path:
     if b"\0" in spelled:
         raise InputError(f"{what}: {text!r} is no path: it holds a zero byte")
     return Path(path)
+
+
+def stamp_of(stat: os.stat_result) -> tuple[int, ...]:
+    """Identity of a file's contents: device, inode, times and size."""
+    return stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size

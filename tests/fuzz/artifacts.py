@@ -38,7 +38,7 @@ from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_hydra import DraftHydra
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights
-from graftwork.runtime.generate import generate
+from graftwork.runtime.generation import generate
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 NEW = 6

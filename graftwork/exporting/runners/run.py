@@ -140,9 +140,14 @@ class Runner:
     def generate(self, prompt, new, eos=None, begin=None):
         """The tokens after a prompt: `new`, or up to one of `eos` or the context's end. begin:
         initial tokens of a text with a source; default: the plan's."""
+        return [token for tokens in self.stream(prompt, new, eos, begin) for token in tokens]
+
+    def stream(self, prompt, new, eos=None, begin=None):
+        """As `generate`; yields the tokens of each step."""
         eos, rules, self.steps = self.model["eos"] if eos is None else eos, self.rules, 0
         text, limit = self.begun(prompt, new, begin)
-        first, never = len(text), rules.get("suppress_tokens", [])
+        told = first = len(text)
+        never = rules.get("suppress_tokens", [])
         fetch = ["argmax", "drafted", "hidden"]
         fetch += ["logits"] if never or "begin_suppress_tokens" in rules else []
         if first == 1 and "forced_bos_token_id" in rules:
@@ -159,7 +164,10 @@ class Runner:
             if ends:
                 if ends[0] + 1 == limit:
                     text[ends[0]] = rules.get("forced_eos_token_id", text[ends[0]])
-                return text[first : ends[0] + 1]
+                yield text[told : ends[0] + 1]
+                return
+            yield text[told:]
+            told = len(text)
             self.done, past = 0, len(text) - 1
             nodes, parents = self.draft(text, limit - len(text) - 1)
             tree = np.eye(1 + len(nodes), dtype=np.bool_)
