@@ -16,6 +16,7 @@ Source: the format's description and package (ggml).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -66,13 +67,19 @@ def _half(blocks: Tensor, start: int) -> Tensor:
     return blocks[:, start : start + 2].contiguous().view(torch.float16)
 
 
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers of so many bytes."""
+
+
 def _shifted(part: Tensor, run: int, shifts: tuple[int, ...], bits: int) -> Tensor:
     """Fields of bytes [R,W]: of each run of bytes the fields at the first shift, then those at the
     next, ..., u8[R,W*shifts]."""
-    runs = part.reshape(len(part), -1, 1, run)
-    places = torch.tensor(shifts, dtype=torch.uint8).reshape(-1, 1)
-    found: Tensor = (runs >> places) & (2**bits - 1)
-    return found.flatten(1)
+    # Several bytes at once: no field lies in two, so the mask takes away what a shift brings in.
+    together = math.gcd(run, 8)
+    runs = part.contiguous().view(_WHOLE[together]).reshape(len(part), -1, 1, run // together)
+    mask = int.from_bytes(bytes([2**bits - 1] * together), "little")
+    found = torch.cat([runs >> shift for shift in shifts], 2) & mask
+    return found.flatten(1).view(torch.uint8)
 
 
 def _nibbles(blocks: Tensor, start: int, run: int = 16) -> Tensor:

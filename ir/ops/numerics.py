@@ -321,12 +321,17 @@ def pack(values: Tensor, bits: int) -> Tensor:
         raise InputError(f"{values.shape[-1]} values of {bits} bits fill no whole bytes")
     if several == size:
         return values.to(torch.uint8)
-    units = values.to(torch.uint8 if size == 1 else torch.int32).unflatten(-1, (-1, several))
+    if size == 1:  # a byte's values as one whole number, which is faster than each by itself
+        wide = {2: torch.int16, 4: torch.int32, 8: torch.int64}[several]
+        units = values.to(torch.uint8).contiguous().view(wide)
+        byte = units
+        for place in range(1, several):
+            byte = byte | units >> (8 - bits) * place
+        return byte.to(torch.uint8)
+    units = values.to(torch.int32).unflatten(-1, (-1, several))
     word: Tensor = units[..., 0]
     for place in range(1, several):
         word = word + units[..., place] * 2 ** (bits * place)
-    if size == 1:
-        return word
     made = [word // 256**place % 256 for place in range(size)]
     return torch.stack(made, -1).to(torch.uint8).flatten(-2)
 
