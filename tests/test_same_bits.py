@@ -175,6 +175,15 @@ def test_float_products_beside_few_bits_are_alike_in_steps_of_every_width(column
     assert not torch.equal(cpu.linear(x, weight), whole)  # what it is for
 
 
+@pytest.mark.parametrize("experts", [4, 60])
+def test_a_router_weighs_a_token_alike_in_any_company(experts: int) -> None:
+    """Also where experts are no multiple of a vector."""
+    weigh = torch.compile(lambda x: cpu.ALIKE_ROWS[torch.ops.aten._softmax.default](x, -1, False))
+    x = torch.randn(3, experts)
+    assert torch.equal(weigh(x)[1:2], weigh(x[1:2].clone()))
+    assert torch.allclose(weigh(x), x.softmax(-1))
+
+
 def rows_apart(places: list[int], rows: torch.Tensor, count: int) -> torch.Tensor:
     """Rows [B,G,n,...] at these places of `count` rows, of which the others hold something else."""
     apart = torch.ones_like(rows[:, :, :1]).repeat_interleave(count, 2)

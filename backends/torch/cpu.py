@@ -183,5 +183,16 @@ def linear_alike(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return linear(x, weight, bias, alike=True)
 
 
-ALIKE_ROWS: dict[Any, Row] = {**CPU_ROWS, A.linear.default: linear_alike}
+def softmax_alike(x: Tensor, axis: int, to_float: bool) -> Tensor:
+    """`aten._softmax`, where a row has the same bits whatever rows share its step."""
+    last = x.dim() > 0 and axis in (-1, x.dim() - 1) and not to_float
+    found: Tensor = native.softmax(x) if last else A._softmax.default(x, axis, to_float)
+    return found
+
+
+ALIKE_ROWS: dict[Any, Row] = {
+    **CPU_ROWS,
+    A.linear.default: linear_alike,
+    A._softmax.default: softmax_alike,
+}
 """Those of steps that round what they compute with: float error grows there."""

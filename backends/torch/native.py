@@ -342,6 +342,18 @@ def topk(results: tuple[Tensor, Tensor], x: Tensor, count: int) -> None:
     topk_kernel(x, *results, *sizes, torch.get_num_threads())
 
 
+def _softmax(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@native_op(_softmax)
+def softmax(result: Tensor, x: Tensor) -> None:
+    """Softmax over the last axis [...,N]. Compiled loops take the end of a row, where N is no
+    multiple of a vector, by another exp than its beginning, and not the same end for every number
+    of rows; torch's own takes each row alike."""
+    torch.softmax(x, -1, out=result)
+
+
 for _op in own_ops():
     if _op.native is not None:
         _own(_op, _op.native.sizes)
