@@ -351,6 +351,18 @@ void rows_of(const Table& t, const int64_t* ids, int64_t count, float* y, const 
     team.each(count, t.K * t.bits / 8 * OUTPUTS, [&](int64_t i) { read_row(t, ids[i], y + i * t.K); });
 }
 
+// What lays out a tile of a weight of so many bits.
+static auto way_of_packing(int64_t bits) {
+    switch (bits) {
+        case 1: return pack_tile<1>;
+        case 2: return pack_tile<2>;
+        case 3: return pack_tile<3>;
+        case 4: return pack_tile<4>;
+        case 6: return pack_tile<6>;
+        default: return pack_tile<8>;
+    }
+}
+
 void pack(
     const uint8_t* rows,
     const uint8_t* values,
@@ -362,10 +374,10 @@ void pack(
     const Team& team) {
     const int64_t bytes = K * bits / 8;
     const int64_t size = K / group * blocks_of(group) * block_bytes(values ? 8 : bits);
+    const auto way = way_of_packing(bits);
     team.each(tiles_of(N), bytes * OUTPUTS, [&](int64_t number) {
         const int64_t first = number * OUTPUTS, count = std::min<int64_t>(OUTPUTS, N - first);
-        pack_tile(
-            rows + first * bytes, count, bytes, K, group, int(bits), values, tiles + number * size);
+        way(rows + first * bytes, count, bytes, K, group, values, tiles + number * size);
     });
 }
 

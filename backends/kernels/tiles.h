@@ -37,13 +37,15 @@ constexpr int64_t blocks_of(int64_t group) { return (group + DEPTH - 1) / DEPTH;
 constexpr int64_t tiles_of(int64_t outputs) { return (outputs + OUTPUTS - 1) / OUTPUTS; }
 
 // Up to eight values from `first` on of a row of `bytes` bytes, one a byte.
-inline uint64_t eight_values(const uint8_t* row, int64_t bytes, int64_t first, int bits) {
+template <int bits>
+uint64_t eight_values(const uint8_t* row, int64_t bytes, int64_t first) {
     const int64_t begin = first * bits / 8;
     uint64_t word = 0, found = 0;
     if (bytes - begin >= 8)
         std::memcpy(&word, row + begin, 8);
     else
         for (int64_t i = begin; i < bytes; i++) word |= uint64_t(row[i]) << 8 * (i - begin);
+    if (bits == 8) return word;
     word >>= first * bits % 8;
     for (int i = 0; i < 8; i++) found |= (word >> i * bits & ((1u << bits) - 1)) << 8 * i;
     return found;
@@ -53,8 +55,9 @@ inline uint64_t eight_values(const uint8_t* row, int64_t bytes, int64_t first, i
 constexpr int low_bits(int bits) { return bits == 6 ? 4 : bits == 3 ? 2 : bits == 1 ? 0 : bits; }
 
 // Steps [4, 64] as a block.
-inline void pack_block(const uint8_t (&steps)[STEPS][VECTOR], int bits, uint8_t* block) {
-    const int low = low_bits(bits), each = low ? 8 / low : STEPS;
+template <int bits>
+void pack_block(const uint8_t (&steps)[STEPS][VECTOR], uint8_t* block) {
+    constexpr int low = low_bits(bits), each = low ? 8 / low : STEPS;
     for (int v = 0; low && v < STEPS / each; v++)
         for (int i = 0; i < VECTOR; i++) {
             int byte = 0;
@@ -88,29 +91,35 @@ inline int value_in(const uint8_t* block, int bits, int step, int place) {
 
 // A tile [groups, blocks] of rows [count <= 16, bytes] of K values of `bits` bits. values: what
 // stands for each q in the tile, then of eight bits, or null for q itself.
-inline void pack_tile(
+template <int bits>
+void pack_tile(
     const uint8_t* rows,
     int64_t count,
     int64_t bytes,
     int64_t K,
     int64_t group,
-    int bits,
     const uint8_t* values,
     uint8_t* tile) {
-    const int kept = values ? 8 : bits;
+    const int64_t size = block_bytes(values ? 8 : bits);
     for (int64_t g = 0; g < K; g += group)
-        for (int64_t first = g; first < g + group; first += DEPTH, tile += block_bytes(kept)) {
+        for (int64_t first = g; first < g + group; first += DEPTH, tile += size) {
             uint8_t steps[STEPS][VECTOR] = {};
             const int64_t depth = std::min<int64_t>(DEPTH, g + group - first);
             for (int64_t n = 0; n < count; n++)
                 for (int64_t k = 0; k < depth; k += 8) {
-                    const uint64_t found = eight_values(rows + n * bytes, bytes, first + k, bits);
-                    for (int64_t i = k; i < std::min(k + 8, depth); i++) {
-                        const uint8_t q = uint8_t(found >> 8 * (i - k));
-                        steps[i / STEP][n * STEP + i % STEP] = values ? values[q] : q;
+                    uint8_t found[8];
+                    const uint64_t word = eight_values<bits>(rows + n * bytes, bytes, first + k);
+                    std::memcpy(found, &word, 8);
+                    for (int i = 0; values && i < 8; i++) found[i] = values[found[i]];
+                    if (depth - k >= 8) {
+                        std::memcpy(&steps[k / STEP][n * STEP], found, STEP);
+                        std::memcpy(&steps[k / STEP + 1][n * STEP], found + STEP, STEP);
+                        continue;
                     }
+                    for (int64_t i = 0; k + i < depth; i++)
+                        steps[(k + i) / STEP][n * STEP + i % STEP] = found[i];
                 }
-            pack_block(steps, kept, tile);
+            values ? pack_block<8>(steps, tile) : pack_block<bits>(steps, tile);
         }
 }
 
