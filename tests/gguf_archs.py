@@ -246,7 +246,9 @@ FILES: dict[str, Written] = {
     ),
     "deepseek2 (v3)": Written("deepseek_v3", _latent, _latent_heads, {"n_group": 1}),
     "ernie4_5": Written("ernie4_5", change={"use_bias": False}),
-    "exaone": Written("llama", change={"rope_parameters": None}),
+    "exaone": Written(
+        "llama", change={"rope_parameters": None, "attention_bias": False, "mlp_bias": False}
+    ),
     "exaone4": Written("exaone4", change={"sliding_window": None, "layer_types": None}),
     "exaone4 (32b)": Written(
         "exaone4", _window, change={"num_hidden_layers": 4, "layer_types": None}

@@ -101,7 +101,7 @@ ARCHITECTURES = {
         "deepseek_v3", alike=False, experts=True, options=of.DEEPSEEK3, layouts=_LATENT
     ),
     "ernie4_5": Architecture("ernie4_5", options=(Present("use_bias", "blk.0.attn_q.bias"),)),
-    "exaone": Architecture("llama", divided=True, options=of.LLAMA),
+    "exaone": Architecture("llama", divided=True),
     "exaone4": Architecture("exaone4", divided=True, window=True, options=of.EXAONE4),
     "falcon": Architecture(
         "falcon",
