@@ -84,3 +84,23 @@ def test_a_text_that_the_memory_does_not_hold(
     assert "17.2 GB, and 8.6 GB of memory are free: ask for fewer new tokens" in str(error)
     ran = CliRunner().invoke(app, [*command, "4"])
     assert ran.exit_code == 0, ran.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tolerance 1.5", "tolerance=1.5: expected a number between 0 and 1"),
+        ("--tolerance 0.001", "3 prompts leave 2 to calibrate on, and a tolerance of 0.001"),
+        ("--confidence 0", "confidence=0.0: expected a number between 0 and 1"),
+    ],
+)
+def test_promises_that_nothing_keeps(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are refused for what they say."""
+    path, texts = tmp_path / "tiny.gguf", tmp_path / "texts.txt"
+    write(path, {"": "F16"}, **SIZES)
+    texts.write_text("ab\ncd\nef\n")
+    monkeypatch.setattr("graftwork.model.optimize", None)
+    error = failing("calibrate", str(path), "--data", str(texts), *words.split())
+    assert isinstance(error, InputError) and message in str(error)

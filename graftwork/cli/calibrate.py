@@ -36,13 +36,13 @@ def calibrate(
     from ..artifact.destinations import check_file
     from ..data.calibration import check_text
     from ..data.prompts import check_file as check_prompts
-    from ..measuring.exit_thresholds import calibrate_exits
+    from ..measuring.exit_thresholds import calibrate_exits, check_promise
     from ..model import as_target, optimize
     from .open_model import with_settings
 
     chosen = with_settings(recipe, set_)
     check_text([chosen], text)
-    check_prompts(data)
+    check_promise(check_prompts(data) or 0, tolerance, confidence, tokens)
     check_file(file, "--out")
     as_target(target).require_device()
     with progress() as show:

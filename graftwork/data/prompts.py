@@ -90,12 +90,14 @@ def check_seed(seed: Any, most: int = MOST_SEED) -> None:
         raise InputError(f"seed: expected an integer in 0..{most}, got {shown(seed)}")
 
 
-def check_file(data: Prompts) -> None:
-    """Errors: `InputError` if `data` is a file that cannot be read, with its line, or no data."""
+def check_file(data: Prompts) -> int | None:
+    """The number of prompts in a file; None if `data` is none. Errors: `InputError` if it cannot be
+    read, with its line, or is no data."""
     if isinstance(data, (str, Path)):
-        _read_file(plain_path("data", data))
-    elif not isinstance(data, Iterable):
+        return len(_read_file(plain_path("data", data)))
+    if not isinstance(data, Iterable):
         raise InputError(f"data: expected prompts (texts, token ids) or a file, got {data!r}")
+    return None
 
 
 def validation_batch(data: Prompts, program: Program) -> torch.Tensor:

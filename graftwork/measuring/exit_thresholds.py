@@ -36,6 +36,8 @@ from ..recipe import Recipe
 from ..runtime.generation import Generated, forget
 from .agreement import continued, plain_plan
 
+HELD_OUT = 0.25
+"""Share of the prompts that a threshold is shown on."""
 STEPS = 20
 """Tested thresholds: 1, 0.95, ..."""
 
@@ -99,7 +101,7 @@ def calibrate_exits(
     tolerance: float,
     confidence: float = 0.95,
     tokens: int = 64,
-    held_out: float = 0.25,
+    held_out: float = HELD_OUT,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Calibrated:
     """Find the lowest early-exit threshold that keeps a tolerance.
@@ -155,11 +157,6 @@ def _checked(
     model: Model, data: Prompts, tolerance: float, confidence: float, tokens: int, held_out: float
 ) -> tuple[ThresholdDepth, list[list[int]], int]:
     """Depth record, prompts, and how many calibrate. Errors: see `calibrate_exits`."""
-    for name, value in (("tolerance", tolerance), ("confidence", confidence)):
-        if not 0 < value < 1:
-            raise InputError(f"{name}={value}: expected a number between 0 and 1")
-    if not 0 < held_out < 1 or tokens < 2:
-        raise InputError(f"held_out={held_out}, tokens={tokens}: expected a share, and at least 2")
     depth = model.program.plan.depth
     if not isinstance(depth, ThresholdDepth):
         raise InputError(
@@ -167,14 +164,27 @@ def _checked(
             f"leave early, such as calm or free"
         )
     prompts = read_prompts(data, model.program)
-    count = len(prompts) - math.ceil(len(prompts) * held_out)
+    return depth, prompts, check_promise(len(prompts), tolerance, confidence, tokens, held_out)
+
+
+def check_promise(
+    prompts: int, tolerance: float, confidence: float, tokens: int, held_out: float = HELD_OUT
+) -> int:
+    """How many of so many prompts calibrate. Errors: `InputError` for numbers out of bounds, and
+    for fewer prompts than the promise takes, even if no text differs."""
+    for name, value in (("tolerance", tolerance), ("confidence", confidence)):
+        if not 0 < value < 1:
+            raise InputError(f"{name}={value}: expected a number between 0 and 1")
+    if not 0 < held_out < 1 or tokens < 2:
+        raise InputError(f"held_out={held_out}, tokens={tokens}: expected a share, and at least 2")
+    count = prompts - math.ceil(prompts * held_out)
     if count < (least := least_texts(tolerance, confidence)):
         raise InputError(
-            f"data: {len(prompts)} prompts leave {count} to calibrate on, and a tolerance of "
+            f"data: {prompts} prompts leave {count} to calibrate on, and a tolerance of "
             f"{tolerance:g} with {confidence:.0%} confidence needs at least {least}, even if none "
             f"differs: give {math.ceil(least / (1 - held_out))} prompts, or promise less"
         )
-    return depth, prompts, count
+    return count
 
 
 def _settings(before: ThresholdDepth, after: ThresholdDepth) -> list[str]:
