@@ -23,13 +23,15 @@ USUAL = 128
 
 
 class Ready:
-    """A model that was kept, with its sessions to come. tokenizer: as in `Model`. runner: of its
-    plan."""
+    """A model that was kept, with its sessions. tokenizer: as in `Model`. runner: of its plan."""
 
     def __init__(self, folder: Path, about: dict[str, Any]) -> None:
         self.tokenizer = read_tokenizer(folder / TOKENIZER)
         self.runner = runner_module("run").Runner(folder, default_threads())
-        register(self.runner.functions.options, about["ops"])
+        functions = self.runner.functions
+        register(functions.options, about["ops"])
+        for name in functions.plan["functions"]:  # now: whoever makes room may remove the files
+            functions.session(name, "chain")
         self.stats = Stats()
 
     @property
