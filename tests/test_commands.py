@@ -72,7 +72,7 @@ def cases() -> Iterator[Any]:
             kinds = ["folder", "gguf", "onnx"]
         for kind in [k for k in ("gguf", "onnx") if f"model.{k}" in rest] or kinds:
             what = re.search(r"--format \S+", form)
-            if kind == "onnx" and "compressed-tensors" in form:
+            if kind == "onnx" and ("compressed-tensors" in form or "--format gguf" in form):
                 continue  # its weights have no names of a checkpoint
             new = (command, kind, what[0] if what else "")
             if new in seen and kind != "folder":

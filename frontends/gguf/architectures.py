@@ -8,6 +8,7 @@ llama.cpp's loader and of its converter.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from .terms import Fixed, Present, Term
 @dataclass(frozen=True)
 class Layout:
     """How the format keeps a tensor, if not as transformers does. kind: see `rows.LAYOUTS` and
-    `tensors.laid`. sizes: what that takes, of a configuration."""
+    `layouts.LAID`. sizes: what that takes, of a configuration."""
 
     kind: str
     sizes: Callable[[Any], tuple[int, ...]] = lambda config: ()
@@ -34,7 +35,8 @@ class Architecture:
     embedding. partial: whether it may be of the first channels of a head alone. divided: whether a
     tensor may hold divisors of its frequencies. window: whether layers may have a sliding window.
     inner: transformers' option for the width between an MLP's two products. options: others.
-    layouts: by regular expressions over transformers' names.
+    layouts: by regular expressions over transformers' names. written: whether models of
+    the type are written as such files; those that were one are in any case.
     """
 
     model_type: str
@@ -51,6 +53,12 @@ class Architecture:
     alike: bool = True
     options: tuple[Term, ...] = ()
     layouts: Mapping[str, Layout] = field(default_factory=dict)
+    written: bool = True
+
+    def layout_of(self, name: str, config: Any) -> tuple[str, tuple[int, ...]]:
+        """The kind and the sizes of a parameter's layout; "" if it lies as in transformers."""
+        found = next((v for k, v in self.layouts.items() if re.search(k, name)), None)
+        return ("", ()) if found is None else (found.kind, found.sizes(config))
 
 
 _PAIRS = {
@@ -75,12 +83,22 @@ def _fused(config: Any) -> tuple[int, ...]:
 _FUSED = {r"query_key_value\.": Layout("grouped", _fused)}
 
 
+def _by_head(config: Any) -> tuple[int, ...]:
+    """Mamba 2 has a number for each head, in a column; Mamba one for each channel."""
+    return (-1, 1) if config.model_type == "mamba2" else ()
+
+
 _STATES = {
-    r"\.A_log$": Layout("log of minus"),
+    r"\.A_log$": Layout("log of minus", _by_head),
     r"\.conv1d\.weight$": Layout("reshaped"),
-    r"\.(D|norm\.weight)$": Layout("reshaped"),
+    r"\.D$": Layout("reshaped", _by_head),
+    r"\.mixer\.norm\.weight$": Layout("reshaped", lambda config: (config.n_groups, -1)),
 }
-_LATENT = {r"\.kv_b_proj\.weight$": Layout("latent")}
+_LATENT = {
+    r"\.kv_b_proj\.weight$": Layout(
+        "latent", lambda config: (config.num_attention_heads, config.qk_nope_head_dim)
+    )
+}
 _OF_LAYER_NORM: dict[str, Any] = {"centred": True, "eps": "layer_norm_eps"}
 _OF_GPT: dict[str, Any] = {"centred": True, "eps": "layer_norm_epsilon", "rotary": False}
 
@@ -101,7 +119,7 @@ ARCHITECTURES = {
         "deepseek_v3", alike=False, experts=True, options=of.DEEPSEEK3, layouts=_LATENT
     ),
     "ernie4_5": Architecture("ernie4_5", options=(Present("use_bias", "blk.0.attn_q.bias"),)),
-    "exaone": Architecture("llama", divided=True),
+    "exaone": Architecture("llama", divided=True, written=False),
     "exaone4": Architecture("exaone4", divided=True, window=True, options=of.EXAONE4),
     "falcon": Architecture(
         "falcon",
@@ -186,6 +204,8 @@ ARCHITECTURES = {
         eps="norm_epsilon",
         options=(Present("use_bias", "blk.0.attn_q.bias"), Fixed({"sliding_window": None})),
     ),
-    "t5": Architecture("t5", eps="layer_norm_epsilon", rotary=False, inner="d_ff", options=of.T5),
+    "t5": Architecture(
+        "t5", eps="layer_norm_epsilon", rotary=False, inner="d_ff", options=of.T5, written=False
+    ),
 }
 """By the name that a file has in general.architecture."""

@@ -23,9 +23,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...ir.ops.numerics import Numeric
+from ...ir.ops.numerics import Numeric, Quantized, unpack
 
 Part = Callable[[Tensor], Tensor]
+Made = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 SIGNED4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """The codebook of IQ4 types."""
@@ -41,7 +42,8 @@ EIGHT = Numeric(8, 32)
 class BlockType:
     """A type of blocks. values, size: how many values and bytes a block has. bits, group, kind: how
     they are kept. codes, scales, offsets: of blocks u8[R,size], q u8[R,values], and scales and
-    offsets [R,values/group]."""
+    offsets [R,values/group]. written: blocks of these, see `encoded`; None: of a type that is
+    only copied."""
 
     name: str
     values: int
@@ -54,6 +56,7 @@ class BlockType:
     offsets: Part | None = None
     codebook: tuple[int, ...] = ()
     half: bool = False
+    written: Made | None = None
 
     @property
     def numeric(self) -> Numeric:
@@ -142,12 +145,37 @@ def _power(blocks: Tensor) -> Tensor:
     return bits.to(torch.int32).view(torch.float32)
 
 
+def _words(*halves: Tensor | None) -> list[Tensor]:
+    """Scales and offsets [R,1] as bytes of float16."""
+    return [h.half().contiguous().view(torch.uint8) for h in halves if h is not None]
+
+
+def _of_nibbles(codes: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+    low, high = (codes & 15).split(16, 1)
+    return torch.cat([*_words(scale, offset), low | high << 4], 1)
+
+
+def _of_five(codes: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+    """Fifth bits are a word of their own, before the nibbles."""
+    bits = (codes >> 4 & 1).reshape(-1, 4, 8) << torch.arange(8, dtype=torch.uint8)
+    low, high = (codes & 15).split(16, 1)
+    fifth = bits.sum(-1, dtype=torch.uint8)
+    return torch.cat([*_words(scale, offset), fifth, low | high << 4], 1)
+
+
+def _of_powers(codes: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+    exponent = (scale.log2().round() + 128).clamp(0, 255).to(torch.uint8)
+    low, high = codes.split(16, 1)
+    return torch.cat([exponent, low | high << 4], 1)
+
+
 TYPES: dict[int, BlockType] = {
     2: BlockType(
         *("Q4_0", 32, 18, 4, 32, "symmetric"),
         lambda b: _nibbles(b, 2),
         lambda b: _half(b, 0),
         half=True,
+        written=_of_nibbles,
     ),
     3: BlockType(
         *("Q4_1", 32, 20, 4, 32, "affine"),
@@ -155,12 +183,14 @@ TYPES: dict[int, BlockType] = {
         lambda b: _half(b, 0),
         lambda b: _half(b, 2),
         half=True,
+        written=_of_nibbles,
     ),
     6: BlockType(
         *("Q5_0", 32, 22, 6, 32, "symmetric"),
         lambda b: _nibbles(b, 6) + _fifth(b, 2) + 16,
         lambda b: _half(b, 0),
         half=True,
+        written=lambda codes, scale, offset: _of_five(codes - 16, scale, offset),
     ),
     7: BlockType(
         *("Q5_1", 32, 24, 6, 32, "affine"),
@@ -168,12 +198,14 @@ TYPES: dict[int, BlockType] = {
         lambda b: _half(b, 0),
         lambda b: _half(b, 2),
         half=True,
+        written=_of_five,
     ),
     8: BlockType(
         *("Q8_0", 32, 34, 8, 32, "symmetric"),
         lambda b: b[:, 2:] ^ 128,
         lambda b: _half(b, 0),
         half=True,
+        written=lambda codes, scale, offset: torch.cat([*_words(scale), codes ^ 128], 1),
     ),
     10: BlockType(
         *("Q2_K", 256, 84, 2, 16, "affine"),
@@ -209,6 +241,7 @@ TYPES: dict[int, BlockType] = {
         lambda b: _half(b, 0),
         codebook=SIGNED4,
         half=True,
+        written=_of_nibbles,
     ),
     23: BlockType(
         *("IQ4_XS", 256, 136, 4, 32, "codebook"),
@@ -235,9 +268,52 @@ TYPES: dict[int, BlockType] = {
         lambda b: _nibbles(b, 1),
         _power,
         codebook=FLOAT4,
+        written=_of_powers,
     ),
 }
 """Types of few bits by their numbers."""
 
 FLOATS: dict[int, torch.dtype] = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 """Types of one float a value."""
+
+
+def encoded(numeric: Numeric, stored: Quantized) -> tuple[int, Tensor] | None:
+    """The type of fewest bytes that has exactly these codes, scales and offsets, and its blocks
+    u8[R,W] of the rows [R,K]; None if no type that is written has. Values of fewer bits stand among
+    those of more where the scale is the same.
+
+    >>> weight = Numeric(4, 64, "symmetric", torch.float16)
+    >>> kind, blocks = encoded(weight, weight.quantize(torch.eye(64)))
+    >>> TYPES[kind].name, blocks.shape
+    ('Q4_0', torch.Size([64, 36]))
+    """
+    codes = unpack(stored.weight, numeric.bits)
+    rows = codes.shape[:-1].numel()
+    for number, kind in sorted(TYPES.items(), key=lambda item: item[1].size / item[1].values):
+        if kind.written is None or kind.kind != numeric.kind or numeric.group % kind.values:
+            continue
+        book = () if stored.codebook is None else tuple(stored.codebook.flatten().tolist())
+        if book != kind.codebook:
+            continue
+        middle = 2 ** (kind.bits - 1) - 2 ** (numeric.bits - 1)
+        moved = (codes + (middle if kind.kind == "symmetric" else 0)).reshape(-1, kind.values)
+        per = numeric.group // kind.values
+        scale, offset = (
+            None if part is None else part.repeat_interleave(per, -1).reshape(-1, 1)
+            for part in (stored.scale, stored.offset)
+        )
+        assert scale is not None
+        blocks = kind.written(moved.to(torch.uint8), scale, offset)
+        if (
+            torch.equal(kind.codes(blocks).to(moved.dtype), moved)
+            and torch.equal(kind.scales(blocks).float(), scale.float())
+            and (
+                offset is None
+                or (
+                    kind.offsets is not None
+                    and torch.equal(kind.offsets(blocks).float(), offset.float())
+                )
+            )
+        ):
+            return number, blocks.reshape(rows, -1)
+    return None

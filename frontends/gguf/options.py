@@ -166,6 +166,8 @@ def _longrope_entries(config: Any) -> Entries:
     return {
         "rope.freq_base": float(rope["rope_theta"]),
         "rope.scaling.original_context_length": int(rope["original_max_position_embeddings"]),
+        "rope_factors_short.weight": list(map(float, rope["short_factor"])),
+        "rope_factors_long.weight": list(map(float, rope["long_factor"])),
         **({"rope.scaling.attn_factor": float(factor)} if factor else {}),
     }
 
@@ -220,10 +222,10 @@ def _falcon(meta: Metadata) -> dict[str, Any]:
     two = meta.has("blk.0.attn_norm_2.weight")
     new = two or 1 < groups < heads
     return {
-        "num_kv_heads": groups,
+        "num_kv_heads": groups if new or groups > 1 else heads,
         "new_decoder_architecture": new,
-        "num_ln_in_parallel_attn": 2 if two else 1,
-        "multi_query": groups == 1 and not new,
+        "num_ln_in_parallel_attn": (2 if two else 1) if new else None,
+        "multi_query": groups == 1 or new,
     }
 
 
@@ -383,7 +385,12 @@ def _state_heads(meta: Metadata) -> dict[str, Any]:
 MAMBA2 = *_STATES, _state_heads, Key("ssm.group_count", "n_groups")
 
 
-@both(lambda config: {"decoder_block_count": config.num_decoder_layers})
+@both(
+    lambda config: {
+        "decoder_block_count": config.num_decoder_layers,
+        "attention.value_length": config.d_kv,
+    }
+)
 def _t5(meta: Metadata) -> dict[str, Any]:
     gated = meta.has("enc.blk.0.ffn_gate.weight")
     if not meta.has("output.weight"):

@@ -26,7 +26,7 @@ class Split:
 _SHORT = "'s|'t|'re|'ve|'m|'ll|'d"
 _ENDS = f"(?i:{_SHORT})"
 _SPACES = r"\s+(?!\S)|\s+"
-_GPT2 = rf"{_SHORT}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
+GPT2 = rf"{_SHORT}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
 _DIGIT = r"\p{N}"
 _HAN = "[一-龥぀-ゟ゠-ヿ]+"
 
@@ -58,8 +58,8 @@ _ASIAN = "[一-龥ࠀ-一가-퟿]+"
 
 _LLAMA3 = Split((_words(r"\p{N}{1,3}"),), whole=True, begins=True)
 _QWEN2 = Split((_words(_DIGIT),))
-_GPT_2 = Split((_GPT2,))
-_STARCODER = Split((_DIGIT, _GPT2))
+_GPT_2 = Split((GPT2,))
+_STARCODER = Split((_DIGIT, GPT2))
 _GPT_4O = Split((_cased(r"\p{N}{1,3}", f"{_ENDS}?"),))
 _GLM = (_words(r"\p{N}{1,3}"),)
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
@@ -83,14 +83,14 @@ SPLITS: dict[str, Split] = {
             r"\p{N}+",
         )
     ),
-    "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "default": Split((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "exaone-moe": Split(
         (
             rf"{_ENDS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
             rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|{_SPACES}",
         )
     ),
-    "falcon": Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
+    "falcon": Split((r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]")),
     "qwen35": Split((_words(_DIGIT, words=r"[\p{L}\p{M}]+", marks=r"\p{M}"),)),
     "seed-coder": Split(
         (

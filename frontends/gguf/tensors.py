@@ -25,7 +25,6 @@ from ...ir import (
     TensorType,
     UnsupportedError,
     Weight,
-    derivation,
     derive,
 )
 from ...ir.support.names import shown
@@ -33,6 +32,7 @@ from ..huggingface.checkpoint import Tensors, concatenated
 from ..stored_weights import StoredWeight
 from .architectures import Architecture
 from .blocks import EIGHT, FLOATS, TYPES
+from .layouts import laid
 from .reader import Entry, GgufFile
 from .rows import (
     AS_IT_IS,
@@ -63,6 +63,37 @@ _RENAMED = {
 }
 """Ends of parameters' names, and what the package's table knows them by."""
 
+
+def names_of(
+    spoken: str, layers: int, there: Callable[[str], bool]
+) -> Callable[[str], tuple[str, ...]]:
+    """The file's names of what a parameter is made of; none: it has no place in the format.
+
+    spoken: general.architecture. there: whether a file that has a parameter in several tensors has
+    this one, the first of them.
+    """
+    import gguf
+
+    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == spoken)
+    table = gguf.get_tensor_name_map(arch, layers)
+
+    def names(parameter: str) -> tuple[str, ...]:
+        layer = re.search(r"\.(\d+)\.", parameter)
+        for end, parts in JOINED.items():
+            found = tuple(f"blk.{layer[1] if layer else 0}.{part}" for part in parts)
+            if parameter.endswith(f".{end}") and there(found[0]):
+                return found
+        ends = (".weight", ".bias")
+        for end, theirs in _RENAMED.items():
+            parameter = re.sub(end, theirs, parameter)
+        for known in (parameter, parameter.removeprefix("transformer.")):
+            if (named := table.get_name(known, try_suffixes=ends)) is not None:
+                return (str(named),)
+        return ()
+
+    return names
+
+
 UNUSED = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 """Tensors that are no parameters: what frequencies are divided by."""
 
@@ -86,14 +117,18 @@ class Reader:
         tensors: Tensors = {}
         kept: dict[str, StoredWeight] = {}
         left = dict.fromkeys(self.file.tensors)
-        names = self._names(twin)
+        names = names_of(
+            str(self.file.metadata.get("general.architecture")),
+            self.config.num_hidden_layers,
+            self.file.tensors.__contains__,
+        )
         for name, parameter in twin.state_dict(keep_vars=True).items():
             parts = [self.file.tensors[n] for n in names(name) if n in self.file.tensors]
             if not parts or len(parts) < len(names(name)):
                 continue
             for part in parts:
                 left.pop(part.name, None)
-            weight = self._weight(name, parts, tuple(parameter.shape))
+            weight = self.weight(name, parts, tuple(parameter.shape))
             if isinstance(weight, StoredWeight):
                 kept[name] = weight
                 weight = weight.values(name)
@@ -106,36 +141,11 @@ class Reader:
         self._warn()
         return tensors, kept
 
-    def _names(self, twin: nn.Module) -> Callable[[str], tuple[str, ...]]:
-        """The file's names of what a parameter is made of."""
-        import gguf
-
-        spoken = self.file.metadata.get("general.architecture")
-        arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == spoken)
-        table = gguf.get_tensor_name_map(arch, self.config.num_hidden_layers)
-
-        def names(parameter: str) -> tuple[str, ...]:
-            layer = re.search(r"\.(\d+)\.", parameter)
-            for end, parts in JOINED.items():
-                found = tuple(f"blk.{layer[1] if layer else 0}.{part}" for part in parts)
-                if parameter.endswith(f".{end}") and found[0] in self.file.tensors:
-                    return found
-            ends = (".weight", ".bias")
-            for end, theirs in _RENAMED.items():
-                parameter = re.sub(end, theirs, parameter)
-            for known in (parameter, parameter.removeprefix("transformer.")):
-                if (named := table.get_name(known, try_suffixes=ends)) is not None:
-                    return (str(named),)
-            return ()
-
-        return names
-
-    def _weight(
+    def weight(
         self, name: str, parts: Sequence[Entry], dims: tuple[int, ...]
     ) -> StoredWeight | Weight:
         """A parameter of these dims, of one tensor or several."""
-        found = next((v for k, v in self.known.layouts.items() if re.search(k, name)), None)
-        layout, sizes = (found.kind, found.sizes(self.config)) if found else ("", ())
+        layout, sizes = self.known.layout_of(name, self.config)
         order = (layout, sizes) if layout in LAYOUTS else AS_IT_IS
         read = [self._part(entry, order) for entry in parts]
         if all(isinstance(part, StoredWeight) for part in read):
@@ -236,22 +246,3 @@ def _joined_stored(name: str, parts: Sequence[StoredWeight]) -> StoredWeight | N
     weight, scale = joined("weight"), joined("scale")
     assert weight is not None and scale is not None
     return replace(parts[0], weight=weight, scale=scale, offset=joined("offset"))
-
-
-@derivation
-def laid(*parts: torch.Tensor, layout: str, dims: tuple[int, ...]) -> torch.Tensor:
-    """Floats as transformers has them, [dims], that the format keeps in another way."""
-    if layout == "interleaved":  # gate and up, of which transformers has columns in turns
-        both = torch.stack(parts, 2).flatten(1, 2)
-        return both.transpose(1, 2).reshape(dims) if both.dim() == 3 else both.reshape(dims)
-    if layout == "latent":  # of each head its keys' rows, which lie the other way, then its values'
-        keys = parts[0].transpose(1, 2)
-        return torch.cat([keys, *parts[1:]], 1).reshape(dims)
-    (x,) = parts
-    if layout == "transposed":
-        return x.transpose(-1, -2).reshape(dims).contiguous()
-    if layout == "less one":
-        return x - 1.0
-    if layout == "log of minus":
-        return torch.log(-x).reshape(dims)
-    return x.reshape(dims)

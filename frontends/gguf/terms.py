@@ -5,14 +5,14 @@ configuration that they are. Each is said once and used both ways: a file is rea
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from .metadata import Metadata
-from .reader import Value
 
 Entries = dict[str, Any]
-"""Entries of the architecture, without its name in front."""
+"""Entries of the architecture, without its name in front. Lists of floats under the name of a
+tensor (``rope_factors_long.weight``) are a tensor f32."""
 
 SAME = object()
 
@@ -83,7 +83,7 @@ class Both(Term):
     """Options and entries that are not each other's, by a function each way."""
 
     reads: Callable[[Metadata], dict[str, Any]]
-    writes: Callable[[Any], Entries] = field(default=lambda config: {})
+    writes: Callable[[Any], Entries] = lambda config: {}
 
     def read(self, meta: Metadata) -> dict[str, Any]:
         return self.reads(meta)
@@ -107,7 +107,7 @@ def read_all(terms: tuple[Term, ...], meta: Metadata) -> dict[str, Any]:
     return found
 
 
-def write_all(terms: tuple[Term, ...], config: Any) -> dict[str, Value]:
+def write_all(terms: tuple[Term, ...], config: Any) -> Entries:
     """The entries of terms; of several of one name the last."""
     found: Entries = {}
     for term in terms:

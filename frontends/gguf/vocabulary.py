@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 KEY = "tokenizer.ggml"
-_UNKNOWN, _CONTROL, _OWN = 2, 3, 4
+UNKNOWN, CONTROL, OWN = 2, 3, 4
 _NONE = 2**32 - 1
-_SPACE = "\u2581"
+SPACE = "\u2581"
 _LONGEST = 4096
 
-_ROLES = {
+ROLES = {
     **{"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown", "eot": "eot", "eom": "eom"},
     **{"fim_pad": "fim_pad", "fim_rep": "fim_rep", "fim_sep": "fim_sep"},
 }
@@ -83,11 +83,11 @@ class Vocabulary:
         special = _special(file, size)
         ends = {id: text.decode() for id, text in enumerate(texts) if text in _LAST_BYTES}
         for id in ends:
-            kinds[id] = _CONTROL
+            kinds[id] = CONTROL
         said = set(ends.values())
         if "<|end|>" in said and "<|call|>" in said and "<|return|>" in said:  # of a part, there
             ends = {id: text for id, text in ends.items() if text != "<|end|>"}
-        named = [special[role] for role in _ROLES if role not in ("bos", "pad", "unk")]
+        named = [special[role] for role in ROLES if role not in ("bos", "pad", "unk")]
         last = tuple(dict.fromkeys(id for id in (*named, *ends) if id is not None))
         return cls(file, texts, kinds, special, last)
 
@@ -121,8 +121,8 @@ class Vocabulary:
             made, begins, ends = _named(self.file, "model", _MODELS)(self, words)
             added = []
             for word, kind in zip(words, self.kinds, strict=False):
-                if kind in (_UNKNOWN, _CONTROL, _OWN):
-                    plain = {"normalized": False, "special": kind != _OWN}
+                if kind in (UNKNOWN, CONTROL, OWN):
+                    plain = {"normalized": False, "special": kind != OWN}
                     strips = self._strips and word not in ("<unk>", "<s>", "<|endoftext|>")
                     added.append(AddedToken(word, rstrip=strips, **plain))
             made.add_tokens(added)
@@ -179,7 +179,7 @@ Made = tuple[Any, bool, bool]
 def _special(file: GgufFile, size: int) -> dict[str, int | None]:
     missing = _MISSING.get(str(file.metadata.get(f"{KEY}.model")), {})
     found: dict[str, int | None] = {}
-    for role, theirs in _ROLES.items():
+    for role, theirs in ROLES.items():
         key = f"{KEY}.{theirs}_token_id"
         given = file.metadata.get(key, missing.get(role))
         if given in (None, _NONE, -1):
@@ -242,7 +242,7 @@ def _pieces(vocabulary: Vocabulary, words: list[str]) -> Made:
 
     scores = _scores(vocabulary, words)
     ids = {word: id for id, word in enumerate(words)}
-    whole = (_UNKNOWN, _CONTROL, _OWN)
+    whole = (UNKNOWN, CONTROL, OWN)
     made_of = [word for word, k in zip(words, vocabulary.kinds, strict=False) if k not in whole]
     pairs = [
         (word[:at], word[at:])
@@ -253,9 +253,9 @@ def _pieces(vocabulary: Vocabulary, words: list[str]) -> Made:
     unknown = vocabulary.text("unk")
     made = Tokenizer(models.BPE(ids, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     before = vocabulary.flag("add_space_prefix", True)
-    steps: list[Any] = [normalizers.Prepend(_SPACE)] if before else []
-    made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
-    undone: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps: list[Any] = [normalizers.Prepend(SPACE)] if before else []
+    made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    undone: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     made.decoder = decoders.Sequence([*undone, *([decoders.Strip(" ", 1, 0)] if before else [])])
     return made, True, False
 
@@ -273,9 +273,9 @@ def _likeliest(vocabulary: Vocabulary, words: list[str]) -> Made:
     if merged:
         steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Replace(Regex("^ | $"), "")]
     if merged or vocabulary.flag("add_space_prefix", False):
-        steps.append(normalizers.Prepend(_SPACE))
-    made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
-    made.decoder = decoders.Metaspace(_SPACE, "always")
+        steps.append(normalizers.Prepend(SPACE))
+    made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    made.decoder = decoders.Metaspace(SPACE, "always")
     return made, False, True
 
 

@@ -13,7 +13,14 @@ from .options import TO_WRITE, AnyModel, DataOption, MaybeRecipe, SetOption, Tar
 # Late imports: torch takes seconds, which `--help` does not need.
 
 Format = Literal[
-    "onnx", "onnx-loop", "onnx-plan", "genai", "compressed-tensors", "vllm-medusa", "speculators"
+    "onnx",
+    "onnx-loop",
+    "onnx-plan",
+    "genai",
+    "gguf",
+    "compressed-tensors",
+    "vllm-medusa",
+    "speculators",
 ]
 
 TAKES: dict[str, tuple[str, ...]] = {
@@ -55,7 +62,8 @@ def export(
     ] = False,
     opset: Annotated[int | None, typer.Option(help="onnx: the version of ONNX's ops.")] = None,
 ) -> None:
-    """Write a model for ONNX Runtime, onnxruntime-genai or transformers, or drafts for vLLM."""
+    """Write a model for ONNX Runtime, onnxruntime-genai, llama.cpp or transformers, or drafts for
+    vLLM."""
     from ..artifact.destinations import MARKS, check_folder
     from ..exporting.onnx_folder import check_opset
     from .open_model import open_model, stored_as
@@ -67,14 +75,31 @@ def export(
         require(format_ in TAKES[name], f"--{name} is for {_listed(TAKES[name])}")
     one = dtype is None or target is None
     require(one, "give --dtype or --target, not both: a target includes a dtype")
-    check_folder(folder, MARKS[format_])
+    wanted = stored_as(dtype, recipe, set_, target)
+    if format_ == "gguf":
+        known = _check_gguf(folder, wanted)
+    else:
+        known = {}
+        check_folder(folder, MARKS[format_])
     if opset is not None:
         check_opset(ops or "contrib", opset)
     with progress() as show:
-        opened = open_model(model, *stored_as(dtype, recipe, set_, target), show, data=data)
+        opened = open_model(model, *wanted, show, data=data, **known)
         show(f"export {format_}")
         getattr(opened, "export_" + format_.replace("-", "_"))(folder, **options)
     out.print(f"written to {folder}", markup=False)
+
+
+def _check_gguf(path: Path, wanted: Any) -> dict[str, Any]:
+    """Check what can be before the model is traced, and what is asked of it then."""
+    from ..exporting.gguf import check_model, check_passes, check_path
+    from .open_model import with_settings
+
+    check_path(path)
+    recipe, settings, _ = wanted
+    asked = with_settings(recipe or "baseline", settings)
+    check_passes(step.pass_ for step in asked.steps)
+    return {"known": lambda info, assets, room: check_model(info.model_type, assets)}
 
 
 def _listed(names: tuple[str, ...]) -> str:

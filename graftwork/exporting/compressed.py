@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,24 +34,16 @@ from ..ir import (
     UnsupportedError,
     Weight,
     arguments,
-    cone,
-    derive,
-    site_of,
     type_of,
 )
-from ..ir.rewrite.stored import are_weights, parts_of, values_of
+from ..ir.rewrite.stored import are_weights, values_of
 from ..ir.support.files import LARGE, read_bytes, read_json
 from ..ir.support.scratch import replacing
-from ..ir.weights import Call, piece
-from ..passes.numerics.solver import scaled_name
+from ..ir.weights import Call
 from .compressed_layout import BYTES, Scheme, stored
+from .parameters import STACKS, TABLES, Parameters, Rows
 
 A, G = torch.ops.aten, torch.ops.graftwork
-PRODUCTS = (A.linear.default, G.quantized_linear.default)
-MIXTURES = (G.moe.default, G.quantized_moe.default)
-STACKS = {"gate_up_proj": "gate_up", "down_proj": "down"}
-"""Names of expert stacks: in modules, and in `graftwork.moe`."""
-TABLES = (A.embedding.default, G.quantized_embedding.default)
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
 
@@ -91,23 +83,6 @@ def _write(folder: Path, weights: list[Weight]) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """A module's rows start..stop of the weight of a product or table."""
-
-    node: torch.fx.Node
-    start: int
-    stop: int
-
-    def of(self, weight: Weight, name: str) -> Weight:
-        """These rows of a weight."""
-        dims = (self.stop - self.start, *weight.type.dims[1:])
-        if dims == weight.type.dims:
-            return weight.renamed(name)
-        type = TensorType(weight.type.dtype, dims)
-        return derive(name, type, piece, weight, axis=0, start=self.start, end=self.stop)
-
-
 class _Loaded:
     """Cache of the last `count` loaded stacks, because experts are written one by one."""
 
@@ -130,12 +105,9 @@ class _Loaded:
 
 
 @dataclass
-class _Checkpoint:
-    """Finds a model's parameters in a program. twin: the model, without data. names: of parameters
-    in its checkpoints."""
+class _Checkpoint(Parameters):
+    """The tensors of a model's checkpoint. names: of parameters there."""
 
-    program: Program
-    twin: nn.Module
     names: CheckpointNames
     schemes: dict[str, Scheme] = field(default_factory=dict)
     floats: list[str] = field(default_factory=list)
@@ -143,9 +115,7 @@ class _Checkpoint:
     """Modules with products in floats."""
 
     def __post_init__(self) -> None:
-        self.held = dict(_modules(self.program))
-        self.mixtures = dict(_mixtures(self.program))
-        self.known = dict(_reachable(self.program.weights))
+        super().__post_init__()
         self.loaded = _Loaded(4)  # weight, scale and offset, and the next weight
 
     def weights(self) -> list[Weight]:
@@ -208,7 +178,7 @@ class _Checkpoint:
         if owner in self.mixtures and part in STACKS:
             yield from self._experts(self.mixtures[owner], name, STACKS[part], type)
         elif rows is not None and part == "bias":
-            yield self._bias(rows, name)
+            yield self.bias(rows, name).renamed(self.names.of(name))
         elif rows is not None and part == "weight" and rows.node.target in TABLES:
             yield self._table(rows, name, type)
         elif rows is not None and part == "weight":
@@ -217,32 +187,16 @@ class _Checkpoint:
             yield self._plain(name, type)
 
     def _plain(self, name: str, type: TensorType) -> Weight:
-        current = name
-        while scaled_name(current) in self.known:  # rescaled by AWQ
-            current = scaled_name(current)
-        weight = self.known.get(current)
-        if weight is None or weight.type.dims != type.dims:
-            got = "nothing of that name" if weight is None else str(weight.type)
-            raise UnsupportedError(
-                f"the parameter {name} {type} cannot be found in the program ({got}): a pass has "
-                f"made it part of another weight; export a recipe without that pass"
-            )
-        return weight.renamed(self.names.of(name))
+        return self.named(name, type).renamed(self.names.of(name))
 
-    def _bias(self, rows: _Rows, name: str) -> Weight:
-        bias = arguments(rows.node)["bias"]
-        if bias is None or bias.op != "get_attr":
-            raise UnsupportedError(f"the bias {name} cannot be found in the program")
-        return rows.of(self.program.weights[str(bias.target)], self.names.of(name))
-
-    def _table(self, rows: _Rows, name: str, type: TensorType) -> Weight:
+    def _table(self, rows: Rows, name: str, type: TensorType) -> Weight:
         if rows.node.target is A.embedding.default:
             return self._plain(name, type)
         self.floats.append(name)
         values = values_of(rows.node, self.program.weights).cast(type.dtype)
         return values.renamed(self.names.of(name))
 
-    def _product(self, rows: _Rows, owner: str, type: TensorType) -> Iterator[Weight]:
+    def _product(self, rows: Rows, owner: str, type: TensorType) -> Iterator[Weight]:
         given = arguments(rows.node)
         if rows.node.target is A.linear.default:
             name = self.names.of(f"{owner}.weight")
@@ -255,19 +209,13 @@ class _Checkpoint:
         self._check(rows, owner, type)
         parts = [
             None if part is None else rows.of(part, f"{owner}.part")
-            for part in self._parts(rows.node, "")
+            for part in self.parts(rows.node, "")
         ]
         group = 0 if given["group"] == type.dims[1] else given["group"]
         scheme = Scheme(given["bits"], group, parts[2] is None, bool(given["rounded"]))
         self.schemes[owner] = scheme
         name = self.names.of(f"{owner}.weight").removesuffix(".weight")
         yield from stored(name, parts, scheme.bits, scheme.format == BYTES, type.shape)
-
-    def _parts(self, node: torch.fx.Node, stack: str) -> list[Weight | None]:
-        """Weight, scale and offset of a product of few bits, or of a stack of a mixture's."""
-        weight, scale, offset, _ = parts_of(node, stack or "weight").values()
-        operands = weight, scale, offset
-        return [o if o is None else self.program.weights[str(o.target)] for o in operands]
 
     def _experts(
         self, node: torch.fx.Node, name: str, stack: str, type: TensorType
@@ -283,7 +231,7 @@ class _Checkpoint:
                 yield self.loaded.piece(whole, piece, piece.name)
             return
         group = given["group" if stack == "gate_up" else "down_group"]
-        stacked = self._parts(node, stack)
+        stacked = self.parts(node, stack)
         by_channel = 0 if group == columns else group
         scheme = Scheme(given["bits"], by_channel, stacked[2] is None, bool(given["rounded"]))
         for piece in pieces:
@@ -320,7 +268,7 @@ class _Checkpoint:
         experts, rows, columns = type.shape
         return experts, rows, columns
 
-    def _check(self, rows: _Rows, owner: str, type: TensorType) -> None:
+    def _check(self, rows: Rows, owner: str, type: TensorType) -> None:
         """Errors: `UnsupportedError` for weights that the format cannot represent."""
         node, given = rows.node, arguments(rows.node)
         module = self.twin.get_submodule(owner)
@@ -345,42 +293,3 @@ class _Checkpoint:
                 f"{owner}.weight cannot be written as compressed-tensors: {reason}; export another "
                 f"recipe, or quantize the original"
             )
-
-
-def _mixtures(program: Program) -> Iterator[tuple[str, torch.fx.Node]]:
-    """Mixtures of experts that the logits depend on, by module."""
-    for node in sorted(cone([program.step.outputs["logits"]])):
-        if node.target in MIXTURES:
-            yield site_of(node).module, node
-
-
-def _modules(program: Program) -> Iterator[tuple[str, _Rows]]:
-    """Rows of the products and tables that the logits depend on, by module."""
-    logits = program.step.outputs["logits"]
-    for node in sorted(cone([logits])):
-        if node.target in TABLES:
-            count = int(str(arguments(node)["weight"].meta["type"].dims[0]))
-            yield site_of(node).module, _Rows(node, 0, count)
-        elif node.target in PRODUCTS:
-            yield from _pieces(node)
-
-
-def _pieces(node: torch.fx.Node) -> Iterator[tuple[str, _Rows]]:
-    """A product's rows, by module if products were merged."""
-    count = int(str(type_of(node).dims[-1]))
-    splits = [user for user in node.users if user.target is A.split_with_sizes.default]
-    if len(splits) != 1 or len(node.users) != 1:
-        yield site_of(node).module, _Rows(node, 0, count)
-        return
-    sizes: Any = splits[0].args[1]
-    for part in splits[0].users:
-        index: Any = part.args[1]
-        start = sum(sizes[:index])
-        yield site_of(part).module, _Rows(node, start, start + sizes[index])
-
-
-def _reachable(weights: Mapping[str, Weight]) -> Iterator[tuple[str, Weight]]:
-    """Weights by name, with those that they are derived from."""
-    for weight in weights.values():
-        yield from _reachable({part.name: part for part in weight.inputs})
-    yield from weights.items()

@@ -13,8 +13,8 @@ from ..ir import Program
 
 
 class Exports:
-    """Base of `Model`. Methods return the written folder. Errors, besides those of each format:
-    `InputError` for a folder that cannot be written, and for a weight that holds NaN."""
+    """Base of `Model`. Methods return the written folder or file. Errors, besides those of each
+    format: `InputError` for a path that cannot be written, and for a weight that holds NaN."""
 
     program: Program
 
@@ -65,6 +65,13 @@ class Exports:
         from .compressed import export_compressed_tensors
 
         return export_compressed_tensors(self.program, _place("compressed-tensors", folder))
+
+    def export_gguf(self, path: str | Path) -> Path:
+        """Write a .gguf file for llama.cpp: weights in their bits, tokenizer, chat template.
+        Errors: as `gguf.export_gguf`."""
+        from .gguf import check_path, export_gguf
+
+        return export_gguf(checked(self.program), check_path(path))
 
 
 def _place(format_: str, folder: str | Path) -> Path:
