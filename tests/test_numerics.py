@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from graftwork.ir import InputError, TensorType
+from graftwork.ir.ops import numerics
 from graftwork.ir.ops.numerics import WIDTHS, Numeric, dequantize, nearest, pack, unpack
 
 F16, F32 = torch.float16, torch.float32
@@ -140,3 +141,15 @@ def test_what_does_not_fit_says_what_would() -> None:
 def test_a_scale_that_is_too_large_for_f16_is_refused() -> None:
     with pytest.raises(InputError, match=r"f16 cannot hold .*store them as f32"):
         Numeric(4, 8, "affine", F16).quantize(torch.full((1, 8), 1e6))
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "affine", "codebook"])
+def test_rows_that_are_quantized_some_at_a_time_have_the_same_bits(kind, monkeypatch) -> None:
+    weight = torch.randn(11, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    book = torch.linspace(-1, 1, 16) if kind == "codebook" else None
+    numeric = Numeric(4, 16, kind, torch.float16)
+    whole = numeric.quantize(weight, book)
+    monkeypatch.setattr(numerics, "AT_ONCE", 100)
+    for one, other in zip(whole, numeric.quantize(weight, book), strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)

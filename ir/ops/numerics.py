@@ -161,15 +161,18 @@ class Numeric:
         codebook's. Scales are rounded to their dtype before use. Errors: `InputError` for columns
         that do not fit, or scales that overflow their dtype.
         """
-        self.types(*weight.shape)
-        pieces = weight.split(max(1, AT_ONCE // weight.shape[1])) if weight.is_cpu else (weight,)
-        found = [self._quantized(piece, codebook) for piece in pieces]
-        offsets = [part.offset for part in found if part.offset is not None]
-        return Quantized(
-            torch.cat([part.weight for part in found]),
-            torch.cat([part.scale for part in found]),
-            torch.cat(offsets) if offsets else None,
-        )
+        types = self.types(*weight.shape)
+        packed, scale = (torch.empty(t.shape, dtype=t.dtype, device=weight.device) for t in types)
+        moved = "offset" in self.parts and codebook is None
+        whole = Quantized(packed, scale, torch.empty_like(scale) if moved else None)
+        rows = max(1, AT_ONCE // weight.shape[1] if weight.is_cpu else len(weight))
+        # Into their place at once: kept between temporary values they would scatter the heap.
+        for first in range(0, len(weight), rows):
+            found = self._quantized(weight[first : first + rows], codebook)
+            for all_rows, part in zip(whole, found, strict=True):
+                if all_rows is not None and part is not None:
+                    all_rows[first : first + rows] = part
+        return whole
 
     def _quantized(self, weight: Tensor, codebook: Tensor | None) -> Quantized:
         rows, columns = weight.shape
