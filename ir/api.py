@@ -22,7 +22,8 @@ from .support.errors import (
 from .text.parser import parse_function, parse_program
 from .text.printer import function_text
 from .types import Dim, Sym, TensorType, make_dim
-from .weights import Weight, WeightStore, derivation, derive, from_safetensors
+from .weight_files import from_safetensors
+from .weights import Weight, WeightStore, derivation, derive
 
 __all__ = [
     "LOG",

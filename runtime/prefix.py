@@ -13,7 +13,7 @@ import torch
 from ..ir import InputError, Program, State, TensorType, function_text
 from ..ir.execution.executable import Executable
 from ..ir.support.scratch import replacing_file
-from ..ir.weights import SafetensorsFile, open_safetensors
+from ..ir.weight_files import SafetensorsFile, open_safetensors
 from .asking.request import read_request
 from .cache.conversations import (
     LEAST,

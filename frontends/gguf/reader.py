@@ -28,7 +28,8 @@ import torch
 from ...ir import InputError
 from ...ir.support.files import open_regular, stamp_of
 from ...ir.support.names import shown
-from ...ir.weights import SourceFile, option
+from ...ir.weight_files import SourceFile
+from ...ir.weights import option
 
 MAGIC, VERSIONS = 0x46554747, (2, 3)
 _STRING, _ARRAY = 8, 9

@@ -22,7 +22,8 @@ from torch import nn
 
 from ...ir import GraftworkWarning, InputError, TensorType, UnsupportedError, Weight
 from ...ir.support.files import read_json
-from ...ir.weights import Call, derivation, derive, from_safetensors, open_safetensors
+from ...ir.weight_files import from_safetensors, open_safetensors
+from ...ir.weights import Call, derivation, derive
 from ..stored_weights import StoredWeight, warn_of_dequantized
 from .computed import computed
 

@@ -52,7 +52,7 @@ from ..ir.support.files import (
 from ..ir.support.scratch import replacing
 from ..ir.text.lexer import MAX_BYTES
 from ..ir.text.parser import parse_program
-from ..ir.weights import open_safetensors
+from ..ir.weight_files import open_safetensors
 from ..report import Frozen, Report, plain_record
 from .destinations import check_above
 from .shards import SHARD_BYTES, write_weights

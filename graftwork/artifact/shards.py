@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..ir import InputError, Program, TensorType, Weight, WeightStore, derivation, derive
-from ..ir.weights import SAFETENSORS_DTYPES
+from ..ir.weight_files import SAFETENSORS_DTYPES
 
 DTYPES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 SHARD_BYTES = 2**31

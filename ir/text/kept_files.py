@@ -18,7 +18,7 @@ import torch
 from ..support.cache_folder import kept_folder
 from ..support.errors import InputError
 from ..support.scratch import replacing_file
-from ..weights import open_safetensors
+from ..weight_files import open_safetensors
 
 MOST = 256 * 2**20
 """Bytes of a folder at most; the least recently used files are removed."""

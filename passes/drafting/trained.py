@@ -12,7 +12,8 @@ import torch
 
 from ...ir import InputError, PassError, Program, TensorType, Weight
 from ...ir.support.files import read_json
-from ...ir.weights import from_safetensors, open_safetensors, piece
+from ...ir.weight_files import from_safetensors, open_safetensors
+from ...ir.weights import piece
 from ..engine.base import Effect, all_passes
 
 FILE = "heads.safetensors"

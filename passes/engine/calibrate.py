@@ -31,7 +31,7 @@ from ...ir import Function, Program, Weight, WeightStore, derivation, derive, ru
 from ...ir.support.discovery import sources_of
 from ...ir.support.scratch import replacing_file
 from ...ir.text.printer import function_lines
-from ...ir.weights import from_safetensors
+from ...ir.weight_files import from_safetensors
 from .blocks import Block, blocks_of, expert_weights
 from .evidence import Evidence, TextSample, WorkFolder
 from .feed import empty_inputs

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ....ir import InputError, UnsupportedError, Weight
 from ....ir.ops.numerics import Numeric
 from ....ir.support.discovery import import_all
-from ....ir.weights import from_safetensors, open_safetensors
+from ....ir.weight_files import from_safetensors, open_safetensors
 from ...stored_weights import StoredWeight
 from .moves import sizes
 

@@ -27,7 +27,7 @@ import torch
 
 from ....ir import GraftworkWarning, TensorType, UnsupportedError, Weight, derivation, derive
 from ....ir.ops.numerics import WIDTHS, Numeric, unpack
-from ....ir.weights import SafetensorsFile, open_safetensors
+from ....ir.weight_files import SafetensorsFile, open_safetensors
 from ...stored_weights import StoredWeight
 from .base import Format, Module, Settings, register, settings
 from .moves import FLOATS, INT, offsets, sizes
