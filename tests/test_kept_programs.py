@@ -137,7 +137,7 @@ def test_programs_of_gguf_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     gguf_archs.write(path, "gemma3", "Q4_0")
     made = gw.optimize(path, "copyspec", target=TARGET)
     assert len(kept(folder)) == 1 and "tokenizer.json" in made.program.assets
-    assets._made.cache_clear()
+    assets._read.clear()
     with monkeypatch.context() as patched:
         untraced(patched)
         read = gw.optimize(path, "copyspec", target=TARGET)
