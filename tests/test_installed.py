@@ -19,12 +19,15 @@ import graftwork as gw
 from graftwork.backends import Target, compile
 from graftwork.ir import InputError
 from graftwork.ir.ops.numerics import dequantize
+from graftwork.ir.support import discovery
 from graftwork.ir.support.discovery import import_methods, import_passes
 from graftwork.passes import all_passes
 from graftwork.passes.engine.manager import run_passes
 from graftwork.passes.numerics.methods import base
 from graftwork.recipe import Recipe
 from graftwork.runtime import generate
+
+discovery.import_all(discovery.PASSES)  # before a test has registries of its own
 
 PASSES = '''\
 """A drafter that repeats the last token, and a pass that scales the logits."""
