@@ -79,7 +79,8 @@ def _shifted(part: Tensor, run: int, shifts: tuple[int, ...], bits: int) -> Tens
     next, ..., u8[R,W*shifts]."""
     # Several bytes at once: no field lies in two, so the mask takes away what a shift brings in.
     together = math.gcd(run, 8)
-    runs = part.contiguous().view(_WHOLE[together]).reshape(len(part), -1, 1, run // together)
+    rows = part.clone(memory_format=torch.contiguous_format)  # of one row, too: it is viewed
+    runs = rows.view(_WHOLE[together]).reshape(len(part), -1, 1, run // together)
     mask = int.from_bytes(bytes([2**bits - 1] * together), "little")
     found = torch.cat([runs >> shift for shift in shifts], 2) & mask
     return found.flatten(1).view(torch.uint8)

@@ -326,7 +326,7 @@ def pack(values: Tensor, bits: int) -> Tensor:
         return values.to(torch.uint8)
     if size == 1:  # a byte's values as one whole number, which is faster than each by itself
         wide = {2: torch.int16, 4: torch.int32, 8: torch.int64}[several]
-        units = values.to(torch.uint8).contiguous().view(wide)
+        units = values.to(torch.uint8).clone(memory_format=torch.contiguous_format).view(wide)
         byte = units
         for place in range(1, several):
             byte = byte | units >> (8 - bits) * place

@@ -172,6 +172,16 @@ def native_topk(make: Maker) -> Case:
     return Case("topk", lambda x, count: native.topk(x, count), meaning, {"x": x}, {"count": count})
 
 
+def native_softmax(make: Maker) -> Case:
+    x = torch.randn(make.rows(), generator=make.generator)
+
+    def meaning(x: Tensor) -> Any:
+        want(x.is_floating_point())
+        return x.softmax(-1)
+
+    return Case("softmax", native.softmax, meaning, {"x": x}, {})
+
+
 def native_attend_rows(make: Maker) -> Case:
     given = attend(make).operands
     (batch, groups, capacity), width = given["k"].shape[:3], given["q"].shape[2]
@@ -263,6 +273,7 @@ MAKERS: list[Callable[[Maker], Case]] = [
     native_attend,
     native_indices,
     native_topk,
+    native_softmax,
     few_bits.native_quantized_linear,
     few_bits.native_float_linear,
     few_bits.native_quantized_experts,
