@@ -20,6 +20,8 @@ from graftwork.cli import main
 from graftwork.ready import entries
 from graftwork.ready import start as starting
 from graftwork.ready.key import ready_key
+from graftwork.recipe import Recipe
+from graftwork.tracing.kept_programs import brings
 
 PROMPT = "abcabcabcab"
 TARGET = "onnxruntime:cpu:float32"
@@ -133,6 +135,20 @@ def test_what_the_runner_cannot_do_is_not_kept(
     (folder / "generation_config.json").write_text(json.dumps(settings))
     generate(capsys, folder, "--target", TARGET)
     assert kept(folder) == []
+
+
+def test_what_a_recipe_reads_beside_the_model_is_read_each_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Heads or a draft model may be another at the same path; no key covers them."""
+    other = Recipe.load("draft_model").with_options([f"draft_model.model={folder}"])
+    assert brings(other) and not brings(Recipe.load("copyspec"))
+    monkeypatch.setattr("graftwork.ready.keep.brings", lambda recipe: True)
+    generate(capsys, folder, "--target", TARGET)
+    assert kept(folder) == []
+    gw.optimize(folder, target=TARGET).save(folder.parent / "out")
+    generate(capsys, folder.parent / "out")  # an artifact holds what its recipe read
+    assert len(kept(folder)) == 1
 
 
 def test_what_needs_the_model_goes_to_the_model(

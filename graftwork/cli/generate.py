@@ -95,9 +95,12 @@ def generate(
         _ = opened.executable
     _write(opened, ids, len(begun), keywords, json_)
     if key is not None and GraftworkWarning.count == warned:  # what was said is said each time
+        from ..artifact.saved import is_saved
         from ..ready.keep import keep
+        from .open_model import with_settings
 
-        keep(key, opened)
+        loaded = is_saved(Path(model))
+        keep(key, opened, None if loaded else with_settings(recipe or "baseline", set_))
 
 
 def _write_ready(key: str, text: str, count: int | None, greedy: bool | None) -> bool:

@@ -15,6 +15,8 @@ from ..exporting.plan import PLAN, WEIGHTS, described, function_entry, plan_of, 
 from ..ir import GraftworkError, Program
 from ..ir.support.files import LARGE, read_bytes
 from ..model import Model
+from ..recipe import Recipe
+from ..tracing.kept_programs import brings
 from . import entries
 from .start import TOKENIZER, runner_module
 
@@ -31,10 +33,13 @@ PIECE = 512
 """Tokens of a prompt that are fed at once."""
 
 
-def keep(key: str, model: Model) -> None:
-    """Keep what a model ran with under a key, if the plan runner can run it. A full disk, or a
-    folder that cannot be written, keeps nothing."""
+def keep(key: str, model: Model, recipe: Recipe | None) -> None:
+    """Keep what a model ran with under a key, if the plan runner can run it. recipe: what a
+    checkpoint was optimized by; None: the model is an artifact, which holds all that its recipe
+    read. A full disk, or a folder that cannot be written, keeps nothing."""
     made = model.compiled
+    if recipe is not None and brings(recipe):
+        return
     if not isinstance(made, OnnxExecutable) or not _fits(made, model):
         return
     written, program = made.written(), made.program

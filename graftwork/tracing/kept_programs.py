@@ -54,8 +54,7 @@ def program_key(model: object, recipe: Recipe, dtype: torch.dtype) -> str | None
     dtype: of weights."""
     passes = [step.pass_ for step in recipe.steps]
     own = all(type(p).__module__.startswith("graftwork.") for p in passes)
-    brings = any(p.models or p.files or p.parts or p.text for p in passes)
-    if not isinstance(model, (str, Path)) or not own or brings or _is_patched():
+    if not isinstance(model, (str, Path)) or not own or brings(recipe) or _is_patched():
         return None
     source = Path(model).absolute()
     try:
@@ -74,6 +73,11 @@ def program_key(model: object, recipe: Recipe, dtype: torch.dtype) -> str | None
     tools = sys.version_info[:3], versions_of(*PACKAGES), started()
     known = (str(source), files, used, str(dtype), sources_of(*code), tools)
     return hashlib.sha256(repr(known).encode()).hexdigest()
+
+
+def brings(recipe: Recipe) -> bool:
+    """Whether a recipe reads texts, other models, heads or files, whose contents no key covers."""
+    return any(p.models or p.files or p.parts or p.text for p in (s.pass_ for s in recipe.steps))
 
 
 def _is_patched() -> bool:
