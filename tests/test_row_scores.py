@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -13,11 +14,11 @@ from tiny import PROMPTS, tiny_llama
 
 import graftwork as gw
 from graftwork.backends.target import Target
-from graftwork.ir import InputError, Program
+from graftwork.ir import InputError, PassError, Program
 from graftwork.ir import run as run_program
 from graftwork.model import Model
 from graftwork.passes import all_passes
-from graftwork.passes.caching.scores.base import SCORES
+from graftwork.passes.caching.scores.base import SCORES, rounded_log, row_score
 from graftwork.passes.engine.manager import run_passes
 from graftwork.recipe import Recipe
 
@@ -78,6 +79,35 @@ def test_a_rule_is_a_file_and_a_recipe(
     forget()
     SCORES.entries.pop("long_values")
     assert torch.equal(gw.load(tmp_path / "saved").generate(prompt, **ASKED), wanted)
+
+
+def test_the_guide_has_this_rule() -> None:
+    guide = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    assert indent(RULE[RULE.index("def ") :], "    ") in guide
+
+
+def test_a_rule_calls_what_torch_decomposes() -> None:
+    """Into core ATen, of which programs are made; anything else is refused by name."""
+
+    @row_score(sinks=1)
+    def spread(values: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
+        place = torch.arange(values.shape[2], device=past.device)
+        behind = (place >= past[:, None])[:, None]
+        return rounded_log(torch.where(behind, torch.zeros_like(values[..., 0]), values.std(-1)))
+
+    @row_score()
+    def lowest(keys: torch.Tensor) -> torch.Tensor:
+        return rounded_log(torch.sort(keys, stable=True).values[..., 0].abs())
+
+    assert kept_of(evicting("spread")) == [0, 2, 4, 7, 8, 9, 10, 11]
+    with pytest.raises(PassError, match=r"lowest calls aten\.sort\.stable, which is not"):
+        evicting("lowest")
+
+
+def evicting(rule: str) -> Program:
+    options = {"method": rule, "budget": 8, "block": 4, "tuning": {}}
+    recipe = Recipe.load({"extends": "long_values", "passes": [{"evict_cache": options}]})
+    return run_passes(tiny_llama(), recipe.steps)[0]
 
 
 def kept_of(program: Program) -> list[int]:

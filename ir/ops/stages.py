@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 
 from ..support.errors import GraftworkError
 from . import all_ops
-from .decompositions import is_kept
+from .decompositions import decompositions, is_kept
 
 # Core ATen ops whose result type depends on data or memory layout.
 _EXCLUDED = frozenset(
@@ -117,6 +117,12 @@ def _is_safe(name: str) -> bool:
     """
     half = name.startswith(("_", "native_")) and name not in _CHECKED_HALVES
     return not half and "backward" not in name and not re.search(r"(^|_)empty(_|$)", name)
+
+
+@lru_cache(maxsize=1)
+def to_core() -> Mapping[Any, Callable[..., Any]]:
+    """Torch's decompositions of ops that no program may hold."""
+    return {op: meaning for op, meaning in decompositions().items() if not is_core(op)}
 
 
 def why_illegal(stage_name: str, target: Any) -> str | None:

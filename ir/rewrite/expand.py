@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ..function import Function, site_of
 from ..inference.infer import _freeze, _shapes, _thaw, forget_guesses
 from ..ops import op_of
+from ..ops.stages import is_core, to_core
 from ..support.errors import InputError, UnsupportedError
 from ..support.threads import traces
 
@@ -45,10 +46,20 @@ def inline(function: Function, meaning: Callable[..., Any], *args: Any, **kwargs
     """Insert the ops of a function of tensors at the insertion point; returns its result as nodes.
 
     args, kwargs: of `meaning`, with nodes in the place of tensors. Graftwork ops that it calls stay
-    whole. Errors: `InputError` that it raises; `UnsupportedError` if it cannot be traced, or its
-    trace is valid for one size only.
+    whole; others that no program may hold are decomposed by torch's table. Errors: `InputError`
+    that it raises; `UnsupportedError` if it cannot be traced, its trace is valid for one size only,
+    or it calls an op that torch does not decompose.
     """
-    template = _template(meaning, _freeze(args), _freeze(kwargs), None)
+    template = _template(meaning, _freeze(args), _freeze(kwargs), to_core)
+    calls = [step.target for step in template.nodes if "size" not in step.meta]
+    torchs = [
+        target for target in calls if getattr(target, "namespace", "graftwork") != "graftwork"
+    ]
+    if strange := [target for target in torchs if not is_core(target)]:
+        raise UnsupportedError(
+            f"{meaning.__name__} calls {strange[0]}, which is not core ATen and which torch does "
+            f"not decompose: use core ATen ops, or write an op (ir/ops)"
+        )
 
     def call(target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
         if op_of(target) is not None:  # tracing omits options that have their default
