@@ -29,7 +29,7 @@ from pydantic import create_model, model_validator
 
 from ..ir import InputError, Program
 from ..ir.plan import DecodePlan, Record
-from ..ir.plan.base import POLICIES
+from ..ir.plan.base import POLICIES, RECORDS
 from ..ir.plan.bounds import FILLED
 from .engine.base import Effect, Outcome, Pass, PassDefinitionError, derives, register
 from .engine.plan_edits import with_record
@@ -80,11 +80,17 @@ def builds(record: type[Record], *fills: str, **defaults: Any) -> Callable[[P], 
     Options, besides those of the class: the record's fields but those that are `Filled`. fills:
     further fields that the pass fills itself. defaults: of options, where they are not the
     record's. Contract, needs and facts are the record's, the name is ``slot_kind`` unless the class
-    says another one. Errors: `PassDefinitionError` for fields that there are not, and for a field
-    that has the name of something else.
+    says another one. Errors: `PassDefinitionError` for fields that there are not, for a field that
+    has the name of something else, and for a class that is no `@record`.
     """
 
     def add(cls: P) -> P:
+        name = cls.name or f"{record.slot}_{record.kind}"
+        if RECORDS.get((record.slot, record.kind)) is not record or name in POLICIES:
+            now = "a @policy, whose pass is derived," if name in POLICIES else "not a @record"
+            raise PassDefinitionError(
+                f"{record.__name__} is {now} and {cls.__name__} builds it: decorate it with @record"
+            )
         options = {
             name: (hint, defaults.get(name, default))
             for name, (hint, default) in _options(record).items()
@@ -96,7 +102,6 @@ def builds(record: type[Record], *fills: str, **defaults: Any) -> Callable[[P], 
                 f"those are {', '.join(options)}"
             )
         doc = cls.__doc__ or ""
-        name = cls.name or f"{record.slot}_{record.kind}"
         made: P = _derived(cls, name, record, options, cls.__name__, doc)
         return register(made)
 

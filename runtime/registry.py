@@ -47,5 +47,8 @@ class Registry(Generic[T]):
         if (type(record), trait) not in self.classes:
             known = sorted({f"{r.slot}={r.kind}" for r, _ in self.classes})
             what = f"{record.slot}={record}" + (f" when {trait}" if trait else "")
-            raise UnsupportedError(f"the runtime cannot carry out {what}; it has {known}")
+            raise UnsupportedError(
+                f"the runtime cannot carry out {what}: no class is registered for "
+                f"{type(record).__name__}; there are {known}"
+            )
         return self.classes[type(record), trait]

@@ -24,7 +24,7 @@ import graftwork as gw
 from graftwork.backends import compile
 from graftwork.backends.onnxruntime.chains_in_graph import CHAINS
 from graftwork.backends.target import Target
-from graftwork.ir import InputError
+from graftwork.ir import InputError, UnsupportedError
 from graftwork.ir.plan import RECORDS
 from graftwork.ir.support.discovery import LOOP, OBJECTIVE, import_all, import_methods
 from graftwork.model import Model
@@ -286,6 +286,15 @@ def test_a_drafter_with_an_objective_is_four_files(
     )
     assert told.returncode == 0, told.stderr
     assert told.stdout.splitlines()[-1] == "[]"  # what is only for passes and training stays out
+
+
+def test_a_drafter_that_nothing_carries_out_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = DRAFTER["echo/__init__.py"].replace("@PROPOSERS.register(EchoDraft)", "")
+    brought(tmp_path, monkeypatch, "echo_mute", {**DRAFTER, "echo/__init__.py": start})
+    with pytest.raises(UnsupportedError, match=r"registered for EchoDraft; .*draft=heads"):
+        optimized("echo").generate(PROMPTS[:1], **ASKED)
 
 
 def test_a_loop_is_a_file_of_the_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

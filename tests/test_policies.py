@@ -146,3 +146,14 @@ def test_options_of_a_pass_that_builds_are_the_records_fields() -> None:
         PassDefinitionError, match="'weight' is no option that PromptDraft gives it; those are"
     ):
         builds(PromptDraft, weight="x")(RecordPass)
+
+
+def test_what_a_pass_builds_is_a_record() -> None:
+    class Stray(PromptDraft):
+        kind = "stray"
+
+    policy = "a @policy, whose pass is derived,"
+    for cls, now in ((Stray, "not a @record"), (plan_package.SvipLength, policy)):
+        message = f"{cls.__name__} is {now} and RecordPass builds it: decorate it with @record"
+        with pytest.raises(PassDefinitionError, match=message):
+            builds(cls)(RecordPass)

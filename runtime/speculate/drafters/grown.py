@@ -31,5 +31,6 @@ class GrownDrafter(Drafter):
 
 def drafter_for(record: DraftRecord, setting: Setting) -> Drafter:
     """The drafter that carries out a record, directly or through its proposer."""
-    kind = GrownDrafter if PROPOSERS.has(record) else DRAFTERS.find(record)
+    grown = record.grows and not DRAFTERS.has(record)
+    kind = GrownDrafter if grown else DRAFTERS.find(record)
     return kind(record, setting)
