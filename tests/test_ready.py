@@ -63,7 +63,8 @@ def generate(capsys: pytest.CaptureFixture[str], model: Path, *args: str) -> tup
         main(["generate", str(model), "--prompt", PROMPT, "--max-new-tokens", "24", *args])
     shown = capsys.readouterr()
     assert not caught.value.code, shown.err
-    return shown.out, shown.err.partition(",")[0]
+    (counts,) = (line for line in shown.err.splitlines() if "tokens/s" in line)
+    return shown.out, counts.partition(",")[0]
 
 
 def kept(model: Path) -> list[Path]:

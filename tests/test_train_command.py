@@ -70,11 +70,12 @@ def test_the_last_line_names_every_option_to_set(
 
 def test_without_a_terminal_lines_come_now_and_then() -> None:
     """Also while nothing is reported, as in a long step."""
-    from graftwork.cli.progress import EVERY, training_progress
+    from graftwork.cli.console import EVERY
+    from graftwork.cli.progress import training_progress
 
     assert EVERY <= 30
     said = io.StringIO()
-    with training_progress(Console(file=said), every=0.1) as update:
+    with training_progress(Console(file=said), every=0.1, brief=0.1) as update:
         update(FitState("training", 0.25, 7, 2.5))
         time.sleep(0.6)
         update(FitState("measuring", 1.0, 400))

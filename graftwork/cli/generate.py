@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -53,21 +54,50 @@ def generate(
     greedy = None if temperature is None else not temperature
     if key is not None and greedy is not False and _write_ready(key, text, max_new_tokens, greedy):
         return
-    from ..data.prompts import as_ids
-    from ..ir.support.errors import GraftworkWarning
-    from ..ir.support.tokenizer import encode
-    from ..runtime.asking.options import check_keywords
-    from ..runtime.generation import check_request
-    from .open_model import open_model
+    with ExitStack() as stages:
+        show = stages.enter_context(progress())
+        show("load torch")
+        from ..data.prompts import as_ids
+        from ..ir.support.errors import GraftworkWarning
+        from ..ir.support.tokenizer import encode
+        from ..runtime.asking.options import check_keywords
+        from ..runtime.generation import check_request
+        from .open_model import open_model
 
-    options = {"top_k": top_k, "top_p": top_p, "seed": seed, "max_new_tokens": max_new_tokens}
-    keywords = {name: value for name, value in options.items() if value is not None}
-    if temperature is not None:
-        keywords |= {"do_sample": True, "temperature": temperature} if temperature else _GREEDY
-    shapes = bool(top_k) or top_p is not None
-    require(not shapes or temperature != 0, _NEED_TEMPERATURE)
-    check_keywords(keywords)
-    warned = GraftworkWarning.count
+        options = {"top_k": top_k, "top_p": top_p, "seed": seed, "max_new_tokens": max_new_tokens}
+        keywords = {name: value for name, value in options.items() if value is not None}
+        if temperature is not None:
+            keywords |= {"do_sample": True, "temperature": temperature} if temperature else _GREEDY
+        check_keywords(keywords)
+        warned, known = GraftworkWarning.count, _known(model, text, keywords)
+        opened = open_model(model, recipe, set_, target, show, data=data, known=known, runs=True)
+        ids, info = encode(opened.tokenizer, text), opened.program.info
+        begun = opened.program.plan.source.beginning(ids)
+        require(bool(ids), "--prompt: expected some text; it has no tokens")
+        known(info, {}, False)
+        if info.defaults.supported.keys().isdisjoint(("max_new_tokens", "max_length")):
+            keywords.setdefault("max_new_tokens", max(1, min(128, info.context - len(begun))))
+        keywords["return_dict_in_generate"] = True
+        check_request(as_ids([ids]), keywords, opened.program)
+        show("compile")
+        _ = opened.executable
+        show("read the prompt")
+        _write(opened, ids, len(begun), keywords, json_, stages.close)
+    if key is not None and GraftworkWarning.count == warned:  # what was said is said each time
+        from ..artifact.saved import is_saved
+        from ..ready.keep import keep
+        from .open_model import with_settings
+
+        loaded = is_saved(Path(model))
+        keep(key, opened, None if loaded else with_settings(recipe or "baseline", set_))
+
+
+def _known(
+    model: str, text: str, keywords: Mapping[str, Any]
+) -> Callable[[ModelInfo, Mapping[str, Path], bool], None]:
+    """What is asked of a model's facts and files, see `open_model`."""
+    shapes = bool(keywords.get("top_k")) or "top_p" in keywords
+    require(not shapes or keywords.get("do_sample", True), _NEED_TEMPERATURE)
 
     def known(info: ModelInfo, assets: Mapping[str, Path], room: bool) -> None:
         sampled = keywords.get("do_sample", info.defaults.do_sample)
@@ -81,26 +111,7 @@ def generate(
         if room:
             _check_room(text, keywords, info, assets["tokenizer.json"])
 
-    with progress() as show:
-        opened = open_model(model, recipe, set_, target, show, data=data, known=known, runs=True)
-        ids, info = encode(opened.tokenizer, text), opened.program.info
-        begun = opened.program.plan.source.beginning(ids)
-        require(bool(ids), "--prompt: expected some text; it has no tokens")
-        known(info, {}, False)
-        if info.defaults.supported.keys().isdisjoint(("max_new_tokens", "max_length")):
-            keywords.setdefault("max_new_tokens", max(1, min(128, info.context - len(begun))))
-        keywords["return_dict_in_generate"] = True
-        check_request(as_ids([ids]), keywords, opened.program)
-        show("compile")
-        _ = opened.executable
-    _write(opened, ids, len(begun), keywords, json_)
-    if key is not None and GraftworkWarning.count == warned:  # what was said is said each time
-        from ..artifact.saved import is_saved
-        from ..ready.keep import keep
-        from .open_model import with_settings
-
-        loaded = is_saved(Path(model))
-        keep(key, opened, None if loaded else with_settings(recipe or "baseline", set_))
+    return known
 
 
 def _write_ready(key: str, text: str, count: int | None, greedy: bool | None) -> bool:
@@ -131,13 +142,22 @@ def _say(stats: Stats, approximate: bool) -> None:
     )
 
 
-def _write(opened: Any, ids: list[int], begun: int, keywords: dict[str, Any], json_: bool) -> None:
-    """Generate and print. begun: number of tokens before the new ones."""
+def _write(
+    opened: Any,
+    ids: list[int],
+    begun: int,
+    keywords: dict[str, Any],
+    json_: bool,
+    first: Callable[[], None],
+) -> None:
+    """Generate and print. begun: number of tokens before the new ones. first: called before
+    anything is printed."""
     from ..ir.support.tokenizer import decode
     from .text_printer import TextPrinter
 
-    printer = None if json_ else TextPrinter(opened.tokenizer)
+    printer = None if json_ else TextPrinter(opened.tokenizer, first)
     result = opened.generate([ids], streamer=printer, **keywords)
+    first()
     stats: Stats = result.stats
     approximate = opened.recipe.get("contract") == "approximate"
     if not json_:

@@ -1,25 +1,15 @@
-"""Training progress: a bar on a terminal, lines in a log.
-
-A line is printed when the phase changes and every 30 seconds, also during long steps.
-"""
+"""Training progress: a bar on a terminal, lines in a log."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Event, Lock, Thread
 
 from rich.console import Console
 
 from ..training import FitState
-
-EVERY = 30.0
-"""Maximum seconds between two lines."""
-
-BRIEF = 2.0
-"""Minimum seconds between two lines."""
+from .console import BRIEF, EVERY, lines
 
 
 def shown(state: FitState) -> str:
@@ -35,11 +25,15 @@ def shown(state: FitState) -> str:
 
 @contextmanager
 def training_progress(
-    console: Console, every: float = EVERY
+    console: Console, every: float = EVERY, brief: float = BRIEF
 ) -> Iterator[Callable[[FitState], None]]:
-    """Yield a function that displays states."""
-    with _bar(console) if console.is_terminal else _lines(console, every) as update:
-        yield update
+    """Yield a function that displays states. every, brief: see `console.lines`."""
+    if console.is_terminal:
+        with _bar(console) as update:
+            yield update
+    else:
+        with lines(console, every, brief) as say:
+            yield lambda state: say(state.phase, f"{shown(state)}, {state.share:.0%}")
 
 
 @contextmanager
@@ -54,50 +48,3 @@ def _bar(console: Console) -> Iterator[Callable[[FitState], None]]:
             bar.update(task, completed=state.share, description=shown(state))
 
         yield update
-
-
-@contextmanager
-def _lines(console: Console, every: float) -> Iterator[Callable[[FitState], None]]:
-    lines = _Lines(console, every)
-    over = Event()
-
-    def watch() -> None:
-        while not over.wait(lines.left()):
-            lines.update(lines.state)
-
-    thread = Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield lines.update
-    finally:
-        over.set()
-        thread.join()
-
-
-class _Lines:
-    """Prints the last reported state."""
-
-    def __init__(self, console: Console, every: float) -> None:
-        self.console, self.every, self.lock = console, every, Lock()
-        self.state = FitState("starting", 0.0)
-        self.began = self.printed = time.monotonic()
-
-    def update(self, state: FitState) -> None:
-        """Report a state."""
-        changed = state.phase != self.state.phase
-        self.state = state
-        # Phases can be milliseconds apart.
-        if self.left() <= (self.every - BRIEF if changed else 0):
-            self.print()
-
-    def left(self) -> float:
-        """Seconds until the next line."""
-        return max(0.0, self.printed + self.every - time.monotonic())
-
-    def print(self) -> None:
-        """Print a line."""
-        with self.lock:
-            self.printed = time.monotonic()
-            passed = self.printed - self.began
-            text = f"{shown(self.state)}, {self.state.share:.0%}, {passed:.0f} s"
-            self.console.print(text, soft_wrap=True, markup=False)

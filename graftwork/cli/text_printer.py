@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..ir.support.tokenizer import decode
 
 
 class TextPrinter:
-    """Streamer that prints generated text; the prompt is not printed."""
+    """Streamer that prints generated text; the prompt is not printed. first: called before the
+    first text."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, first: Callable[[], None] = lambda: None) -> None:
+        self.tokenizer, self.first = tokenizer, first
         self.ids: list[int] = []
         self.shown = ""
         self.prompt_seen = False
@@ -27,6 +28,8 @@ class TextPrinter:
 
     def show(self, ids: Iterable[int]) -> None:
         """Print new tokens."""
+        if not self.ids:
+            self.first()
         self.ids += ids
         text = decode(self.tokenizer, self.ids)
         # A trailing replacement character is an incomplete character.
