@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -18,12 +19,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..ir.support.cache_folder import OTHERS, is_ours, kept_folder
+from ..ir.support.cache_folder import OTHERS, cache_folder, is_ours, kept_folder
 from ..ir.support.errors import UnsupportedError
 from ..ir.support.files import open_regular
 from ..ir.support.scratch import lock_open
@@ -76,6 +77,48 @@ SHARED = Sources(
 """The kernels that both backends run."""
 
 
+def begin(sources: Sources) -> None:
+    """Have a process of its own compile the library if it is not kept, while this one does
+    something else: `library` waits for it, and says what is wrong if it fails."""
+    with suppress(OSError, UnsupportedError):
+        if any(cache_folder().glob(f"{_name(sources)}-*.so")):
+            return
+        paths = (sources.folder, *filter(None, [sources.shared]))
+        told = {"path": sys.path, "name": sources.name, "flags": sources.flags}
+        _BEGUN.append(
+            subprocess.Popen(
+                [sys.executable, "-c", _BEGIN, __name__, json.dumps(told), *map(str, paths)],
+                env={**os.environ, "CXX": compiler()},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        )
+
+
+_BEGIN = """
+import importlib, json, pathlib, sys
+name, told, folder, *shared = sys.argv[1:]
+told = json.loads(told)
+sys.path[:] = told["path"]
+made = importlib.import_module(name)
+shared = [pathlib.Path(path) for path in shared]
+made.library(made.Sources(told["name"], pathlib.Path(folder), tuple(told["flags"]), *shared))
+"""
+
+_BEGUN: list[subprocess.Popen[bytes]] = []
+"""Processes that compile."""
+
+
+def _name(sources: Sources) -> str:
+    """What the library is kept as, but for the hash of its bytes: another name for another
+    processor, compiler or source. Errors: as `library`."""
+    described = _output([*sources.command, "-x", "c++", "-dM", "-E", os.devnull])
+    texts = [path.read_bytes() for path in sources.files]
+    key = hashlib.sha256(b"\0".join([*texts, " ".join(sources.command).encode(), described]))
+    return f"{sources.name}-{key.hexdigest()[:32]}"
+
+
 @functools.cache
 def library(sources: Sources) -> ctypes.CDLL:
     """The library, compiled if this processor, compiler and source are new.
@@ -83,11 +126,7 @@ def library(sources: Sources) -> ctypes.CDLL:
     Its `_name` is what other loaders may open to get the same one: the file as it was looked at.
     Errors: `UnsupportedError` if it cannot be compiled or loaded.
     """
-    command, files = sources.command, sources.files
-    described = _output([*command, "-x", "c++", "-dM", "-E", os.devnull])
-    texts = [path.read_bytes() for path in files]
-    key = hashlib.sha256(b"\0".join([*texts, " ".join(command).encode(), described]))
-    name = f"{sources.name}-{key.hexdigest()[:32]}"
+    name = _name(sources)
     with kept_folder("compiled kernels") as kept:
         made = _found(kept, name)
         if made is None:

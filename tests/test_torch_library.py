@@ -211,3 +211,19 @@ def test_those_who_come_at_once_compile_each_file_once(tmp_path, monkeypatch):
     assert [library.answer() for library in found] == [42, 42, 42]
     compiled = [line.split(" -c ")[1] for line in calls.read_text().splitlines() if " -c " in line]
     assert sorted(Path(line.split()[0]).name for line in compiled) == ["answer.cpp", "six.cpp"]
+
+
+def test_a_process_of_its_own_compiles_meanwhile(tmp_path, monkeypatch):
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "answer.cpp").write_text(KERNEL)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
+    looked_for = cached_library.Sources("begun", sources, ("-DNOTHING",), tmp_path)
+    begun: list[subprocess.Popen[bytes]] = []
+    monkeypatch.setattr(cached_library, "_BEGUN", begun)
+    cached_library.begin(looked_for)
+    assert begun[0].wait(60) == 0
+    monkeypatch.setattr(cached_library, "_compile", None)  # not once more
+    assert cached_library.library.__wrapped__(looked_for).answer() == 42
+    cached_library.begin(looked_for)
+    assert len(begun) == 1
