@@ -158,6 +158,8 @@ def _by_score() -> Tokenizer:
     made = Tokenizer(model)
     steps = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
     made.normalizer = normalizers.Sequence(steps)
+    undone = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*undone, decoders.Strip(" ", 1, 0)])
     return made
 
 
@@ -190,7 +192,9 @@ def test_tokens_are_those_of_the_tokenizer(kind: Any, tmp_path: Path) -> None:
     assert entries["tokenizer.ggml.eos_token_id"] == 271 and entries["tokenizer.ggml.add_bos_token"]
     again = gw.optimize(out, target=EAGER).tokenizer
     for text in TEXTS:
-        assert again.encode(text).ids == made.encode(text).ids, text
+        ids = made.encode(text).ids
+        assert again.encode(text).ids == ids, text
+        assert again.decode(ids) == made.decode(ids), text
 
 
 def test_tokenizers_that_llama_cpp_does_not_know(tmp_path: Path) -> None:
@@ -200,6 +204,10 @@ def test_tokenizers_that_llama_cpp_does_not_know(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"tokenizer\.json: model\.type is 'WordPiece'"):
         exported(folder, tmp_path / "out.gguf")
     other = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    other.save(str(folder / "tokenizer.json"))
+    with pytest.raises(UnsupportedError, match=r"decoder is None"):
+        exported(folder, tmp_path / "out.gguf")
+    other.decoder = decoders.ByteLevel()
     other.pre_tokenizer = pre_tokenizers.Split(Regex("a"), "isolated")
     other.save(str(folder / "tokenizer.json"))
     with pytest.raises(UnsupportedError, match=r"texts are split by \('a',\)"):

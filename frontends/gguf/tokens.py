@@ -12,14 +12,17 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...ir import GraftworkWarning, InputError, ModelInfo, UnsupportedError
 from ...ir.support.files import LARGE, read_bytes, read_json
 from ...ir.support.names import shown
-from ...ir.support.tokenizer import encode, read_tokenizer
+from ...ir.support.tokenizer import encode, read_tokenizer, refusing
 from .splits import GPT2, SPLITS, Split
 from .vocabulary import CONTROL, KEY, OWN, ROLES, SPACE, UNKNOWN
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 NORMAL, UNUSED, BYTE = 1, 5, 6
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -43,11 +46,12 @@ def tokenizer_entries(info: ModelInfo, assets: Mapping[str, Path], size: int) ->
         zip(("eos", "eot", "eom"), info.eos, strict=False), bos=info.bos, pad=info.pad
     )
     if (path := assets.get("tokenizer.json")) is not None:
-        data, about = json.loads(read_bytes(path, LARGE)), _about(assets)
-        made = _Tokens(path, data, about, size)
-        entries = made.entries()
-        roles["unk"] = made.unknown
-        entries |= made.around(roles)
+        about, tokenizer = _about(assets), read_tokenizer(path)
+        with refusing(f"{path}: expected a tokenizer that llama.cpp has", kind=UnsupportedError):
+            made = _Tokens(path, tokenizer, size)
+            entries = made.entries()
+            roles["unk"] = made.unknown
+            entries |= made.around(roles)
         template = about.get("chat_template")
         if (own := assets.get("chat_template.jinja")) is not None:
             template = read_bytes(own, LARGE).decode()
@@ -70,11 +74,14 @@ def _about(assets: Mapping[str, Path]) -> dict[str, Any]:
 
 
 class _Tokens:
-    """path, data: of a tokenizer.json. about: of tokenizer_config.json. words, kinds: by id."""
+    """A tokenizer and its file. data: what it says of itself, checked and in its latest form.
+    words, kinds: by id."""
 
-    def __init__(self, path: Path, data: dict[str, Any], about: Any, size: int) -> None:
-        self.path, self.data, self.model = path, data, data["model"]
-        self.added = {one["id"]: one for one in data.get("added_tokens") or ()}
+    def __init__(self, path: Path, tokenizer: Tokenizer, size: int) -> None:
+        self.path, self.tokenizer = path, tokenizer
+        self.data = data = json.loads(tokenizer.to_str())
+        self.model = data["model"]
+        self.added = {one["id"]: one for one in data["added_tokens"]}
         vocab = self.model.get("vocab") or {}
         pairs = (
             vocab.items() if isinstance(vocab, dict) else ((w, i) for i, (w, _) in enumerate(vocab))
@@ -105,25 +112,28 @@ class _Tokens:
         kind = self.model["type"]
         if kind == "BPE":
             kind = "pieces" if self.model.get("byte_fallback") else "bytes"
-        makers: dict[str, Callable[[], dict[str, Any]]] = {
-            "bytes": self._bytes,
-            "pieces": self._pieces,
-            "Unigram": self._likeliest,
+        whole = "Sequence", "Metaspace"
+        makers: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
+            "bytes": (self._bytes, ("ByteLevel",)),
+            "pieces": (self._pieces, whole),
+            "Unigram": (self._likeliest, whole),
         }
         if kind not in makers:
             raise self.error(f"model.type is {shown(kind)}")
+        make, decoders = makers[kind]
+        if (self.data["decoder"] or {}).get("type") not in decoders:
+            raise self.error(f"decoder is {shown(self.data['decoder'])}")
         for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
             if self.model.get(option):
                 raise self.error(f"model.{option} is {shown(self.model[option])}")
-        made = makers[kind]()
+        made = make()
         own = {**made, f"{KEY}.tokens": self.words, f"{KEY}.token_type": self.kinds}
         return {f"{KEY}.{name}" if "." not in name else name: v for name, v in own.items()}
 
     def around(self, roles: dict[str, int | None]) -> dict[str, bool]:
         """Whether texts begin and end with the tokens for that. Errors: `UnsupportedError` for
         others."""
-        tokenizer = read_tokenizer(self.path)
-        plain, marked = (encode(tokenizer, "a", marked=marked) for marked in (False, True))
+        plain, marked = (encode(self.tokenizer, "a", marked=marked) for marked in (False, True))
         at = next(i for i in range(len(marked)) if marked[i : i + len(plain)] == plain)
         before, behind = marked[:at], marked[at + len(plain) :]
         if before not in ([], [roles["bos"]]) or behind not in ([], [roles.get("eos")]):

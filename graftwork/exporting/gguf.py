@@ -159,7 +159,7 @@ def _write(
     if tensors.source:
         _copy_metadata(writer, tensors.source)
     else:
-        _add_metadata(writer, entries, gguf.GGMLQuantizationType(kinds.most_common(1)[0][0]).name)
+        add_metadata(writer, entries, gguf.GGMLQuantizationType(kinds.most_common(1)[0][0]).name)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -177,7 +177,7 @@ def _copy_metadata(writer: Any, source: GgufFile) -> None:
             writer.add_key_value(key, entry.contents(), entry.types[0], inner)
 
 
-def _add_metadata(writer: Any, entries: Mapping[str, Any], most: str) -> None:
+def add_metadata(writer: Any, entries: Mapping[str, Any], most: str) -> None:
     """Entries, and what the file is called after: the type of most of its bytes."""
     import gguf
 

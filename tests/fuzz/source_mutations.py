@@ -335,5 +335,6 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     **dict.fromkeys(ARCHITECTURES, _GGUF),
     "onnx": (flipped, cut, nodes, nodes, nodes, weights, weights, signature, signature),
     "tokenizer": (flipped, cut, json_value, json_value, json_value, batches),
+    "gguf-tokenizer": (flipped, cut, *(json_value,) * 4),
     "prompts": (flipped, cut, line, line, line),
 }

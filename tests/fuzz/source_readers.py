@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +20,12 @@ from tiny import cached_llama, tiny_llama
 from graftwork.backends.target import Target
 from graftwork.cli.demo import demo_folder
 from graftwork.data.prompts import read_prompts
+from graftwork.exporting.gguf import add_metadata
 from graftwork.frontends import import_model
-from graftwork.ir import Program
+from graftwork.frontends.gguf.reader import GgufFile
+from graftwork.frontends.gguf.tokens import tokenizer_entries
+from graftwork.frontends.gguf.vocabulary import Vocabulary
+from graftwork.ir import GraftworkWarning, Program, UnsupportedError
 from graftwork.ir.support.tokenizer import decode, encode, read_tokenizer
 from graftwork.model import Model
 from graftwork.passes.engine.manager import run_passes
@@ -132,6 +137,28 @@ def tokenizer_theirs(path: Path) -> Any:
     return ids, [backend.decode(tokens, skip_special_tokens=True) for tokens in ids]
 
 
+def written_ours(path: Path) -> Any:
+    """Written to a .gguf file and read again; what llama.cpp would do otherwise counts as
+    refused."""
+    info, size = cached_llama().info, read_tokenizer(path).get_vocab_size()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", GraftworkWarning)
+        try:
+            entries = tokenizer_entries(info, {"tokenizer.json": path}, size)
+        except GraftworkWarning as warning:
+            raise UnsupportedError(str(warning)) from warning
+    written = path.with_suffix(".gguf")
+    writer = gguf.GGUFWriter(written, "llama")
+    add_metadata(writer, entries, "F32")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tokenizer = Vocabulary.of(GgufFile.open(written), size).tokenizer()
+    written.unlink()
+    ids = [encode(tokenizer, text) for text in TEXTS]
+    return ids, [decode(tokenizer, tokens) for tokens in ids]
+
+
 def with_tokenizer() -> Program:
     program = cached_llama()
     info = replace(program.info, vocab_size=2048)
@@ -173,6 +200,7 @@ READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
     **dict.fromkeys(ARCHITECTURES, (gguf_ours, gguf_ours)),
     "onnx": (onnx_ours, onnx_theirs),
     "tokenizer": (tokenizer_ours, tokenizer_theirs),
+    "gguf-tokenizer": (written_ours, tokenizer_theirs),
     "prompts": (prompts_ours, prompts_theirs),
 }
 
@@ -193,7 +221,7 @@ def base_files(kind: str, folder: Path) -> None:
             name = "main.onnx" if file.name == "model.onnx" else file.name
             file.rename(folder / name)
         (folder / "out").rmdir()
-    elif kind == "tokenizer":
+    elif kind.endswith("tokenizer"):
         text = (demo_folder() / "tokenizer.json").read_text("utf-8")
         (folder / "main.json").write_text(text, "utf-8")
     else:

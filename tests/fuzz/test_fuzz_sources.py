@@ -13,9 +13,9 @@ from sources import summary
 @pytest.mark.parametrize(
     ("kinds", "count"),
     [
-        (["gguf", "onnx", "tokenizer", "prompts"], 12),
+        (["gguf", "onnx", "tokenizer", "gguf-tokenizer", "prompts"], 15),
         pytest.param(["gguf", "onnx"], 40, marks=pytest.mark.long),
-        pytest.param(["tokenizer", "prompts"], 40, marks=pytest.mark.long),
+        pytest.param(["tokenizer", "gguf-tokenizer", "prompts"], 60, marks=pytest.mark.long),
     ],
     ids=str,
 )
