@@ -12,7 +12,22 @@ import gguf
 import numpy as np
 import torch
 from archs import ARCHS, build
-from gguf_files import in_pairs, tokenizer
+from gguf_files import tokenizer
+from gguf_layouts import (
+    apart,
+    delta_groups,
+    delta_heads,
+    experts,
+    falcon,
+    gpt2,
+    gpt_oss,
+    latent_heads,
+    mamba,
+    mixtral,
+    pairs,
+    plus_one,
+    squeezed,
+)
 from recurrent_archs import RECURRENT
 from source_models import made
 
@@ -29,85 +44,6 @@ class Written:
     keys: Keys = lambda config: {}
     move: Move = lambda name, data, config: iter(((name, data),))
     change: dict[str, Any] = field(default_factory=dict)
-
-
-def _pairs(name: str, data: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    part = name.split(".")[-2]
-    yield name, in_pairs(data, heads[part]) if part in heads else data
-
-
-def _plus_one(name: str, data: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
-    yield name, data + 1 if name.endswith("norm.weight") else data
-
-
-def _apart(name: str, data: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """GPT-NeoX's and Bloom's queries, keys and values: of each head here, of all heads there."""
-    if "attn_qkv" in name:
-        heads = config.num_attention_heads
-        data = data.reshape(heads, 3, -1, *data.shape[1:]).swapaxes(0, 1).reshape(data.shape)
-    yield name, data
-
-
-def _falcon(name: str, data: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
-    if "attn_qkv" in name:
-        heads = config.num_attention_heads
-        groups = config.num_kv_heads if config.new_decoder_architecture else 1
-        if not config.multi_query and not config.new_decoder_architecture:
-            groups = heads
-        dim = config.hidden_size // heads
-        by = data.reshape(groups, heads // groups + 2, dim, -1)
-        data = np.concatenate(
-            [
-                by[:, :-2].reshape(-1, data.shape[1]),
-                by[:, -2].reshape(-1, data.shape[1]),
-                by[:, -1].reshape(-1, data.shape[1]),
-            ]
-        )
-    yield name, data
-
-
-def _gpt2(name: str, data: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
-    ends = ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight")
-    yield name, data.T if name.endswith(ends) else data
-
-
-def _experts(name: str, data: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
-    if "gate_up_exps" in name:
-        half = data.shape[1] // 2
-        yield name.replace("gate_up", "gate"), data[:, :half]
-        yield name.replace("gate_up", "up"), data[:, half:]
-    else:
-        yield name, data
-
-
-def _mixtral(name: str, data: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
-    for other, part in _experts(name, data, config):
-        yield from _pairs(other, part, config)
-
-
-def _gpt_oss(name: str, data: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
-    if "gate_up_exps" in name:
-        rows = data if data.ndim == 2 else data.swapaxes(1, 2)
-        yield name.replace("gate_up", "gate"), rows[:, 0::2]
-        yield name.replace("gate_up", "up"), rows[:, 1::2]
-    else:
-        yield name, data.swapaxes(1, 2) if name.endswith("down_exps.weight") else data
-
-
-def _squeezed(name: str, data: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
-    yield name, data.squeeze(1) if "conv" in name and data.ndim == 3 else data
-
-
-def _mamba(name: str, data: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
-    if name.endswith("ssm_a"):
-        data = -np.exp(data)
-    if config.model_type == "mamba2":
-        if name.endswith(("ssm_a", "ssm_d")):
-            data = data.reshape(-1, 1)
-        if "ssm_norm" in name:
-            data = data.reshape(config.n_groups, -1)
-    yield from _squeezed(name, data, config)
 
 
 def _granite(config: Any) -> dict[str, Any]:
@@ -179,6 +115,22 @@ def _ssm(config: Any) -> dict[str, Any]:
     return {**keys, "ssm.group_count": config.n_groups} if heads else keys
 
 
+def _delta(config: Any) -> dict[str, Any]:
+    return {
+        **_partial(config),
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+        "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+        "full_attention_interval": 2,
+    }
+
+
+def _sections(config: Any) -> dict[str, Any]:
+    return {**_delta(config), "rope.dimension_sections": [1, 1, 0, 0]}
+
+
 def _mpt(config: Any) -> dict[str, Any]:
     return {"attention.max_alibi_bias": float(config.attn_config.alibi_bias_max)}
 
@@ -217,21 +169,12 @@ def _latent(config: Any) -> dict[str, Any]:
     }
 
 
-def _latent_heads(name: str, data: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
-    if "attn_kv_b" in name:
-        heads = data.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
-        keys, values = np.split(heads, [config.qk_nope_head_dim], axis=1)
-        yield name.replace("kv_b", "k_b"), keys.swapaxes(1, 2)
-        yield name.replace("kv_b", "v_b"), values
-    else:
-        yield from _experts(name, data, config)
-
-
+_GROUPS = {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_value_head_dim": 32}
 _SIX = ["sliding_attention"] * 5 + ["full_attention"]
 
 FILES: dict[str, Written] = {
-    "arcee": Written("arcee", move=_pairs),
-    "bloom": Written("bloom", move=_apart),
+    "arcee": Written("arcee", move=pairs),
+    "bloom": Written("bloom", move=apart),
     "cohere2": Written(
         "cohere2",
         lambda c: {"logit_scale": c.logit_scale, **_window(c)},
@@ -242,9 +185,9 @@ FILES: dict[str, Written] = {
     ),
     "command-r (plus)": Written("cohere", lambda c: {"logit_scale": c.logit_scale}),
     "deepseek2": Written(
-        "deepseek_v2", _latent, _latent_heads, {"topk_method": "greedy", "n_group": 1}
+        "deepseek_v2", _latent, latent_heads, {"topk_method": "greedy", "n_group": 1}
     ),
-    "deepseek2 (v3)": Written("deepseek_v3", _latent, _latent_heads, {"n_group": 1}),
+    "deepseek2 (v3)": Written("deepseek_v3", _latent, latent_heads, {"n_group": 1}),
     "ernie4_5": Written("ernie4_5", change={"use_bias": False}),
     "exaone": Written(
         "llama", change={"rope_parameters": None, "attention_bias": False, "mlp_bias": False}
@@ -253,14 +196,14 @@ FILES: dict[str, Written] = {
     "exaone4 (32b)": Written(
         "exaone4", _window, change={"num_hidden_layers": 4, "layer_types": None}
     ),
-    "falcon": Written("falcon", move=_falcon),
-    "falcon (7b)": Written("falcon-multi-query", lambda c: {"attention.head_count_kv": 1}, _falcon),
-    "gemma": Written("gemma", move=_plus_one),
-    "gemma2": Written("gemma2", _soft_caps, _plus_one, {"query_pre_attn_scalar": 16}),
+    "falcon": Written("falcon", move=falcon),
+    "falcon (7b)": Written("falcon-multi-query", lambda c: {"attention.head_count_kv": 1}, falcon),
+    "gemma": Written("gemma", move=plus_one),
+    "gemma2": Written("gemma2", _soft_caps, plus_one, {"query_pre_attn_scalar": 16}),
     "gemma3": Written(
         "gemma3_text",
         lambda c: {"final_logit_softcapping": c.final_logit_softcapping, **_window(c)},
-        _plus_one,
+        plus_one,
         {"num_hidden_layers": 6, "layer_types": _SIX, "query_pre_attn_scalar": 16},
     ),
     "glm4": Written("glm4", _partial),
@@ -272,16 +215,16 @@ FILES: dict[str, Written] = {
             **_yarn(c),
             "expert_feed_forward_length": c.intermediate_size,
         },
-        _gpt_oss,
+        gpt_oss,
     ),
-    "gpt2": Written("gpt2", move=_gpt2),
+    "gpt2": Written("gpt2", move=gpt2),
     "gptneox": Written(
         "gpt_neox",
         lambda c: {**_partial(c), "use_parallel_residual": c.use_parallel_residual},
-        _apart,
+        apart,
     ),
-    "granite": Written("granite", _granite, _pairs),
-    "granitemoe": Written("granitemoe", lambda c: {**_granite(c), **_mixture(c)}, _mixtral),
+    "granite": Written("granite", _granite, pairs),
+    "granitemoe": Written("granitemoe", lambda c: {**_granite(c), **_mixture(c)}, mixtral),
     "lfm2": Written(
         "lfm2",
         lambda c: {
@@ -290,19 +233,19 @@ FILES: dict[str, Written] = {
                 c.num_key_value_heads if t == "full_attention" else 0 for t in c.layer_types
             ],
         },
-        _squeezed,
+        squeezed,
         {"block_auto_adjust_ff_dim": False},
     ),
-    "llama": Written("llama", move=_pairs, change={"rope_parameters": None}),
-    "llama (yarn)": Written("llama-tied-yarn", _yarn, _pairs),
-    "llama (experts)": Written("mixtral", _mixture, _mixtral, {"sliding_window": None}),
-    "mamba": Written("mamba", _ssm, _mamba, {"intermediate_size": 128}),
-    "mamba2": Written("mamba2", _ssm, _mamba, {"head_dim": 16}),
-    "mistral3": Written("ministral3", _by_position, _pairs),
+    "llama": Written("llama", move=pairs, change={"rope_parameters": None}),
+    "llama (yarn)": Written("llama-tied-yarn", _yarn, pairs),
+    "llama (experts)": Written("mixtral", _mixture, mixtral, {"sliding_window": None}),
+    "mamba": Written("mamba", _ssm, mamba, {"intermediate_size": 128}),
+    "mamba2": Written("mamba2", _ssm, mamba, {"head_dim": 16}),
+    "mistral3": Written("ministral3", _by_position, pairs),
     "mpt": Written("mpt", _mpt),
-    "nemotron": Written("nemotron", _partial, _plus_one, {"head_dim": 16}),
+    "nemotron": Written("nemotron", _partial, plus_one, {"head_dim": 16}),
     "olmo2": Written("olmo2"),
-    "olmoe": Written("olmoe", _mixture, _experts, {"clip_qkv": None, "num_key_value_heads": 4}),
+    "olmoe": Written("olmoe", _mixture, experts, {"clip_qkv": None, "num_key_value_heads": 4}),
     "phi2": Written("phi", _partial, change={"qk_layernorm": False}),
     "phi3": Written("phi3", _partial, change={"sliding_window": None}),
     "phi3 (window)": Written("phi3", lambda c: {**_window(c), **_partial(c)}),
@@ -310,20 +253,33 @@ FILES: dict[str, Written] = {
     "qwen2moe": Written(
         "qwen2_moe",
         _mixture,
-        _experts,
+        experts,
         {"mlp_only_layers": [], "use_sliding_window": False, "layer_types": None},
     ),
     "qwen3": Written("qwen3", change={"use_sliding_window": False, "layer_types": None}),
     "qwen3moe": Written(
         "qwen3_moe",
         _mixture,
-        _experts,
+        experts,
         {"mlp_only_layers": [], "norm_topk_prob": True, "use_sliding_window": False},
+    ),
+    "qwen35": Written("qwen3_5_text", _sections, delta_heads, _GROUPS),
+    "qwen35 (16 channels)": Written(
+        "qwen3_5_text", _sections, delta_heads, {"linear_value_head_dim": 16}
+    ),
+    "qwen35moe": Written(
+        "qwen3_5_moe_text", lambda c: {**_sections(c), **_mixture(c)}, delta_heads, _GROUPS
+    ),
+    "qwen3next": Written(
+        "qwen3_next",
+        lambda c: {**_delta(c), **_mixture(c)},
+        delta_groups,
+        {**_GROUPS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
     ),
     "seed_oss": Written("seed_oss", change={"attention_out_bias": False}),
     "smollm3": Written(
         "smollm3",
-        move=_pairs,
+        move=pairs,
         change={
             **{"num_hidden_layers": 4, "no_rope_layers": None},
             **{"use_sliding_window": False, "layer_types": None, "sliding_window": None},
@@ -443,7 +399,7 @@ def _their_name(table: Any, parameter: str) -> str:
     }.items():
         if parameter.endswith(end):
             return f"blk.{layer}.{theirs}"
-    parameter = parameter.replace("mixer.dt_bias", "mixer.dt_proj.bias")
+    parameter = parameter.replace(".dt_bias", ".dt_proj.bias")
     parameter = parameter.replace("self_attn.sinks", "self_attn.sinks.weight")
     parameter = parameter.replace("e_score_correction_bias", "e_score_correction.bias")
     for known in (parameter, parameter.removeprefix("transformer.")):
@@ -453,7 +409,7 @@ def _their_name(table: Any, parameter: str) -> str:
 
 
 def _add(writer: Any, name: str, data: np.ndarray, kind: str, floats: bool) -> None:
-    small = any(part in name for part in ("norm", "ssm_", "shortconv.conv", "ffn_gate_inp"))
+    small = any(part in name for part in ("norm", "ssm_conv", "shortconv.conv", "ffn_gate_inp"))
     which = gguf.GGMLQuantizationType[kind]
     small |= data.ndim < 2 or name.endswith(".bias")
     if small or data.shape[-1] % gguf.GGML_QUANT_SIZES[which][0] or kind == "F32":

@@ -5,6 +5,7 @@ The files are made as llama.cpp's converter makes them, see `gguf_archs`."""
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,15 @@ from graftwork.frontends.gguf.architectures import ARCHITECTURES  # noqa: E402
 from graftwork.frontends.gguf.config import config_of  # noqa: E402
 from graftwork.frontends.gguf.metadata import Metadata  # noqa: E402
 from graftwork.frontends.gguf.reader import GgufFile  # noqa: E402
-from graftwork.ir import GraftworkWarning, InputError, UnsupportedError, arguments  # noqa: E402
+from graftwork.ir import (  # noqa: E402
+    GraftworkWarning,
+    InputError,
+    UnsupportedError,
+    arguments,
+    site_of,
+)
 
-G = torch.ops.graftwork
+A, G = torch.ops.aten, torch.ops.graftwork
 
 
 def test_every_row_has_a_file() -> None:
@@ -61,11 +68,15 @@ def test_a_model_with_an_encoder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "which", mostly_long(("llama (experts)", "gptneox", "falcon", "gemma2"), keep=("gptneox",))
+    "which",
+    mostly_long(
+        ("llama (experts)", "gptneox", "falcon", "gemma2", "qwen35", "qwen3next"),
+        keep=("gptneox", "qwen35"),
+    ),
 )
 def test_rows_in_another_order_keep_their_bits(which: str, tmp_path: Path) -> None:
     """A file of blocks gives the logits of the file of the floats that they stand for, and no
-    product is one of floats but that with a router or a table."""
+    product is one of floats but that with a router or a gate."""
     ids, positions = tokens_and_positions()
     found = []
     for floats in (False, True):
@@ -76,15 +87,46 @@ def test_rows_in_another_order_keep_their_bits(which: str, tmp_path: Path) -> No
             kept = program.step.calls(G.quantized_linear.default, G.quantized_moe.default)
             assert len(kept) >= 4
             assert all(arguments(call)["bits"] == 6 for call in kept)
+            others = program.step.calls(A.linear.default, G.moe.default)
+            assert all(site_of(call).module.endswith("gate") for call in others)
     assert error(*found) < TOLERANCE
 
 
-def test_columns_in_another_order_are_dequantized_aloud(tmp_path: Path) -> None:
-    """GPT-2's weights lie the other way round in transformers."""
+def test_queries_keys_values_and_gates_in_one_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older files of Qwen3-Next have them as transformers does."""
+    row = FILES["qwen3next"]
+    monkeypatch.setitem(
+        FILES,
+        "qwen3next",
+        replace(
+            row,
+            move=lambda name, data, config: (
+                iter([(name, data)]) if "ssm_in" in name else row.move(name, data, config)
+            ),
+        ),
+    )
+    model = write(tmp_path / "tiny.gguf", "qwen3next")
     ids, positions = tokens_and_positions()
-    write(tmp_path / "floats.gguf", "gpt2", "Q8_0", floats=True)
-    write(tmp_path / "blocks.gguf", "gpt2", "Q8_0")
-    with pytest.warns(GraftworkWarning, match=r"8 tensors of few bits that are laid in another"):
+    with torch.no_grad():
+        found = logits_of(import_model(tmp_path / "tiny.gguf"), ids, positions)
+        assert error(found, model(ids).logits) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("which", "count"),
+    [("gpt2", 8), pytest.param("qwen35 (16 channels)", 1, marks=pytest.mark.long)],
+)
+def test_columns_in_another_order_are_dequantized_aloud(
+    which: str, count: int, tmp_path: Path
+) -> None:
+    """GPT-2's weights lie the other way round in transformers; Qwen3.5's heads are in another
+    order, which here cuts through the groups of columns that have a scale."""
+    ids, positions = tokens_and_positions()
+    write(tmp_path / "floats.gguf", which, "Q8_0", floats=True)
+    write(tmp_path / "blocks.gguf", which, "Q8_0")
+    with pytest.warns(GraftworkWarning, match=rf"{count} tensors of few bits that are laid in ano"):
         program = import_model(tmp_path / "blocks.gguf")
     wanted = logits_of(import_model(tmp_path / "floats.gguf"), ids, positions)
     assert error(logits_of(program, ids, positions), wanted) < TOLERANCE
@@ -134,6 +176,13 @@ def test_parts(tmp_path: Path) -> None:
         ("gpt2", "rope.freq_base", 10.0, "gpt2.rope.freq_base is 10.0, and gpt2 models are read"),
         ("qwen3moe", "expert_weights_scale", 2.5, "expert_weights_scale is 2.5, and .* with 0"),
         ("gpt-oss", "expert_gating_func", 2, "expert_gating_func is 2, and"),
+        ("qwen35", "attention.recurrent_layers", (True, False), ""),
+        ("qwen35", "attention.recurrent_layers", (True,), "expected one for each of 2 layers"),
+        ("qwen35", "rope.dimension_sections", (1, 0, 1, 0), "and sections of all 2 pairs"),
+        ("qwen35", "ssm.group_count", 4, "6 heads over 4 of 192 channels"),
+        ("qwen35", "linear_attn", 4, "linear_attn is 4, and qwen35 models are read"),
+        ("qwen3next", "expert_weights_norm", False, "expert_weights_norm is False, and"),
+        ("qwen3next", "full_attention_interval", 0, "but in every 0th layer"),
     ],
 )
 def test_metadata_of_architectures(

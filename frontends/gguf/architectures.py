@@ -9,21 +9,26 @@ llama.cpp's loader and of its converter.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import mixtures, recurrences
 from . import options as of
+from .layouts import LAID, ORDERS, Order
 from .terms import Fixed, Present, Term
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the format keeps a tensor, if not as transformers does. kind: see `rows.LAYOUTS` and
-    `layouts.LAID`. sizes: what that takes, of a configuration."""
+    """How the format keeps a parameter, if not as transformers does. kind: see `layouts.ORDERS` and
+    `layouts.LAID`; what has one of each is in that order first. sizes: what that takes, of a
+    configuration. axis: of an order. several: of several tensors; one alone is as transformers'."""
 
     kind: str
     sizes: Callable[[Any], tuple[int, ...]] = lambda config: ()
+    axis: int = 0
+    several: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,10 +60,25 @@ class Architecture:
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     written: bool = True
 
-    def layout_of(self, name: str, config: Any) -> tuple[str, tuple[int, ...]]:
-        """The kind and the sizes of a parameter's layout; "" if it lies as in transformers."""
-        found = next((v for k, v in self.layouts.items() if re.search(k, name)), None)
+    def layout_of(self, name: str, config: Any, tensors: int = 1) -> tuple[str, tuple[int, ...]]:
+        """How floats of a parameter are laid, its kind and sizes; "" if they lie as in
+        transformers. tensors: how many of the file it is made of."""
+        found = self._found(LAID, name, tensors)
         return ("", ()) if found is None else (found.kind, found.sizes(config))
+
+    def order_of(self, name: str, config: Any, tensors: int = 1) -> Order | None:
+        """The order of a parameter's rows or columns; None if it is transformers'."""
+        found = self._found(ORDERS, name, tensors)
+        return None if found is None else Order(found.kind, found.sizes(config), found.axis)
+
+    def _found(self, kinds: Container[str], name: str, tensors: int) -> Layout | None:
+        fitting = (
+            layout
+            for pattern, layout in self.layouts.items()
+            if layout.kind in kinds and (tensors > 1 or not layout.several)
+            if re.search(pattern, name)
+        )
+        return next(fitting, None)
 
 
 _PAIRS = {
@@ -77,7 +97,8 @@ def _fused(config: Any) -> tuple[int, ...]:
     groups = getattr(config, "num_kv_heads", heads)
     if getattr(config, "multi_query", False) and not config.new_decoder_architecture:
         groups = 1
-    return groups, heads // groups, config.hidden_size // heads
+    dim = config.hidden_size // heads
+    return groups, heads // groups * dim, dim, dim
 
 
 _FUSED = {r"query_key_value\.": Layout("grouped", _fused)}
@@ -96,9 +117,47 @@ _STATES = {
 }
 _LATENT = {
     r"\.kv_b_proj\.weight$": Layout(
-        "latent", lambda config: (config.num_attention_heads, config.qk_nope_head_dim)
+        "latent",
+        lambda config: (config.num_attention_heads, config.qk_nope_head_dim),
+        several=True,
     )
 }
+
+
+def _delta_heads(config: Any) -> tuple[int, int, int]:
+    """Channels of all queries and keys, groups of heads, and heads of a group."""
+    groups = config.linear_num_key_heads
+    return (
+        2 * groups * config.linear_key_head_dim,
+        groups,
+        config.linear_num_value_heads // groups,
+    )
+
+
+def _delta_parts(config: Any) -> tuple[int, ...]:
+    """Groups, and rows of a group's queries, keys, values and gates."""
+    _, groups, each = _delta_heads(config)
+    keys, values = config.linear_key_head_dim, each * config.linear_value_head_dim
+    return groups, keys, keys, values, values
+
+
+_SHARED_GATE = {r"\.shared_expert_gate\.weight$": Layout("reshaped")}
+"""One row, of which llama.cpp makes a vector when it stores a file's weights in fewer bits."""
+
+_DELTA = {
+    **_SHARED_GATE,
+    r"(?<!linear_attn\.)norm\.weight$": Layout("less one"),
+    r"\.A_log$": Layout("log of minus"),
+    r"\.conv1d\.weight$": Layout("reshaped"),
+}
+_DELTA_IN_TURNS = {
+    **_DELTA,
+    r"\.(in_proj_qkv|conv1d)\.": Layout("in turns", _delta_heads),
+    r"\.(in_proj_[abz]\.|A_log$|dt_bias$)": Layout("in turns", lambda c: (0, *_delta_heads(c)[1:])),
+    r"linear_attn\.out_proj\.": Layout("in turns", lambda c: (0, *_delta_heads(c)[1:]), axis=1),
+}
+"""Heads of values are those of a group side by side; the format's are a group's number apart."""
+
 _OF_LAYER_NORM: dict[str, Any] = {"centred": True, "eps": "layer_norm_eps"}
 _OF_GPT: dict[str, Any] = {"centred": True, "eps": "layer_norm_epsilon", "rotary": False}
 
@@ -113,10 +172,10 @@ ARCHITECTURES = {
     ),
     "command-r": Architecture("cohere", options=of.COHERE, **_OF_LAYER_NORM),
     "deepseek2": Architecture(
-        "deepseek_v2", alike=False, experts=True, options=of.DEEPSEEK2, layouts=_LATENT
+        "deepseek_v2", alike=False, experts=True, options=mixtures.DEEPSEEK2, layouts=_LATENT
     ),
     "deepseek2 with sigmoids": Architecture(
-        "deepseek_v3", alike=False, experts=True, options=of.DEEPSEEK3, layouts=_LATENT
+        "deepseek_v3", alike=False, experts=True, options=mixtures.DEEPSEEK3, layouts=_LATENT
     ),
     "ernie4_5": Architecture("ernie4_5", options=(Present("use_bias", "blk.0.attn_q.bias"),)),
     "exaone": Architecture("llama", divided=True, written=False),
@@ -138,7 +197,7 @@ ARCHITECTURES = {
         "gpt_oss",
         window=True,
         experts=True,
-        options=of.GPT_OSS,
+        options=mixtures.GPT_OSS,
         layouts={
             r"experts\.gate_up_proj": Layout("interleaved"),
             r"experts\.down_proj$": Layout("transposed"),
@@ -158,21 +217,25 @@ ARCHITECTURES = {
         **_OF_LAYER_NORM,
     ),
     "granite": Architecture("granite", options=of.GRANITE, layouts=_PAIRS),
-    "granitemoe": Architecture("granitemoe", experts=True, options=of.GRANITE_MOE, layouts=_PAIRS),
+    "granitemoe": Architecture(
+        "granitemoe", experts=True, options=mixtures.GRANITE_MOE, layouts=_PAIRS
+    ),
     "lfm2": Architecture(
         "lfm2",
         eps="norm_eps",
         attends=False,
-        options=of.LFM2,
+        options=recurrences.LFM2,
         layouts={r"conv\.conv\.weight$": Layout("reshaped")},
     ),
     "llama": Architecture("llama", divided=True, options=of.LLAMA, layouts=_PAIRS),
-    "llama of experts": Architecture("mixtral", experts=True, options=of.MIXTRAL, layouts=_PAIRS),
+    "llama of experts": Architecture(
+        "mixtral", experts=True, options=mixtures.MIXTRAL, layouts=_PAIRS
+    ),
     "mamba": Architecture(
-        "mamba", alike=False, eps="layer_norm_epsilon", options=of.MAMBA, layouts=_STATES
+        "mamba", alike=False, eps="layer_norm_epsilon", options=recurrences.MAMBA, layouts=_STATES
     ),
     "mamba2": Architecture(
-        "mamba2", alike=False, eps="layer_norm_epsilon", options=of.MAMBA2, layouts=_STATES
+        "mamba2", alike=False, eps="layer_norm_epsilon", options=recurrences.MAMBA2, layouts=_STATES
     ),
     "mistral3": Architecture("ministral3", options=of.MISTRAL3, layouts=_PAIRS),
     "mpt": Architecture("mpt", options=of.MPT, **_OF_GPT),
@@ -180,13 +243,36 @@ ARCHITECTURES = {
         "nemotron", partial=True, centred=True, eps="norm_eps", options=of.LLAMA, layouts=_NORMS
     ),
     "olmo2": Architecture("olmo2", options=(of.ATTENTION_BIAS,)),
-    "olmoe": Architecture("olmoe", experts=True, options=of.OLMOE),
+    "olmoe": Architecture("olmoe", experts=True, options=mixtures.OLMOE),
     "phi2": Architecture("phi", partial=True, **_OF_LAYER_NORM),
     "phi3": Architecture("phi3", partial=True, window=True, options=of.PHI3),
     "qwen2": Architecture("qwen2"),
-    "qwen2moe": Architecture("qwen2_moe", experts=True, options=of.QWEN2_MOE),
+    "qwen2moe": Architecture(
+        "qwen2_moe", experts=True, options=mixtures.QWEN2_MOE, layouts=_SHARED_GATE
+    ),
     "qwen3": Architecture("qwen3"),
-    "qwen3moe": Architecture("qwen3_moe", experts=True, options=of.QWEN3_MOE),
+    "qwen35": Architecture(
+        "qwen3_5_text", partial=True, options=recurrences.QWEN35, layouts=_DELTA_IN_TURNS
+    ),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text",
+        partial=True,
+        experts=True,
+        inner="moe_intermediate_size",
+        options=recurrences.QWEN35_MOE,
+        layouts=_DELTA_IN_TURNS,
+    ),
+    "qwen3moe": Architecture("qwen3_moe", experts=True, options=mixtures.QWEN3_MOE),
+    "qwen3next": Architecture(
+        "qwen3_next",
+        partial=True,
+        experts=True,
+        options=recurrences.QWEN3_NEXT,
+        layouts={
+            **_DELTA,
+            r"\.in_proj_qkvz\.": Layout("grouped with gates", _delta_parts, several=True),
+        },
+    ),
     "seed_oss": Architecture(
         "seed_oss",
         options=(of.ATTENTION_BIAS, Present("attention_out_bias", "blk.0.attn_output.bias")),

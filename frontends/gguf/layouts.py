@@ -1,16 +1,79 @@
-"""How the format keeps tensors of floats otherwise than transformers, both ways."""
+"""How the format keeps tensors otherwise than transformers, both ways: rows and columns in another
+order (`ORDERS`), which blocks keep their bits in, and floats in other ways (`LAID`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ...ir import derivation
+from ...ir.weights import option
 
 Sizes = tuple[int, ...]
+
+
+def _pairs(count: int, heads: int) -> tuple[Tensor, ...]:
+    """Rows i and i + half of a head are 2i and 2i+1 in the file."""
+    return (torch.arange(count).reshape(heads, 2, -1).swapaxes(1, 2).flatten(),)
+
+
+def _by_parts(count: int, groups: int, *sizes: int, tensors: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Of groups of rows, each of parts of these sizes, the file has the first parts of all groups,
+    then the second parts, and so on. tensors: parts in each of several tensors."""
+    parts = torch.arange(count).reshape(groups, sum(sizes)).split(sizes, 1)
+    rows = iter([part.flatten() for part in parts])
+    return tuple(torch.cat([next(rows) for _ in range(each)]) for each in tensors)
+
+
+def _in_turns(count: int, before: int, groups: int, each: int) -> tuple[Tensor, ...]:
+    """So many rows, then heads of groups one after the other, of which the file has the first of
+    all groups, then the second of all groups, and so on. each: heads of a group."""
+    heads = torch.arange(before, count).reshape(groups, each, -1)
+    return (torch.cat([torch.arange(before), heads.swapaxes(0, 1).flatten()]),)
+
+
+ORDERS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+    "pairs": _pairs,
+    "grouped": partial(_by_parts, tensors=(3,)),
+    "grouped with gates": partial(_by_parts, tensors=(3, 1)),
+    "in turns": _in_turns,
+}
+"""For so many rows or columns and an order's sizes, which of transformers' lie in each tensor of
+the file. Errors: RuntimeError for others than the sizes ask for."""
+
+
+@option
+@dataclass(frozen=True)
+class Order:
+    """The order of a parameter's rows (axis 0) or columns (axis 1). kind: see `ORDERS`, which is
+    given the sizes."""
+
+    kind: str
+    sizes: Sizes
+    axis: int = 0
+
+    def fits(self, count: int) -> bool:
+        """Whether so many rows or columns can be in this order."""
+        try:
+            return bool(ORDERS[self.kind](count, *self.sizes))
+        except RuntimeError:
+            return False
+
+    def written(self, x: Tensor) -> list[Tensor]:
+        """The file's tensors, of transformers' parameter or of a part of its stored rows."""
+        places = ORDERS[self.kind](x.shape[self.axis], *self.sizes)
+        return [x.index_select(self.axis, place.to(x.device)) for place in places]
+
+
+@derivation
+def in_order(x: Tensor, *, order: Order) -> Tensor:
+    """A parameter, or a part of its stored rows, of what the file has one behind the other."""
+    places = ORDERS[order.kind](x.shape[order.axis], *order.sizes)
+    return x.index_select(order.axis, torch.cat(places).argsort())
 
 
 @dataclass(frozen=True)
@@ -65,7 +128,7 @@ LAID: dict[str, Laid] = {
     "log of minus": Laid(lambda x: torch.log(-x), lambda x, sizes: _reshaped(-torch.exp(x), sizes)),
     "reshaped": Laid(lambda x: x, _reshaped),
 }
-"""By `architectures.Layout.kind`; orders of rows are in `rows.LAYOUTS`."""
+"""By `architectures.Layout.kind`."""
 
 
 @derivation

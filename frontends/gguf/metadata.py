@@ -172,8 +172,8 @@ class Metadata:
         layer between two layers."""
         for name, wanted in zip(("attn_q", "attn_k", "ffn_up"), rows, strict=True):
             entry = self.file.tensors.get(f"blk.0.{name}.weight")
-            fine = ((wanted, hidden), (2 * wanted, hidden))[: 2 if name == "ffn_up" else 1]
-            if entry is not None and entry.dims not in fine:  # an MLP's gate may be with it
+            fine = ((wanted, hidden), (2 * wanted, hidden))[: 1 if name == "attn_k" else 2]
+            if entry is not None and entry.dims not in fine:  # a gate may be with it
                 raise self.no_model(
                     f"tensor {entry.name} has the size {list(entry.dims)}, and the metadata asks "
                     f"for {[wanted, hidden]}"

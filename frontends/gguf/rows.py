@@ -1,11 +1,7 @@
-"""One tensor of a GGUF file as a weight: floats, or blocks in their bits, read when loaded.
-
-Rows may be kept in another order than transformers' (`LAYOUTS`): they are put in order as bytes.
-"""
+"""One tensor of a GGUF file as a weight: floats, or blocks in their bits, read when loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -19,45 +15,6 @@ from ...ir.weights import derivation_of_parts
 from ..stored_weights import StoredWeight
 from .blocks import EIGHT, FLOATS, TYPES, BlockType
 from .reader import Entry, GgufFile
-
-Order = tuple[str, tuple[int, ...]]
-"""A layout of rows and its sizes, see `LAYOUTS`."""
-
-AS_IT_IS: Order = ("", ())
-
-
-def _pairs(rows: int, heads: int) -> torch.Tensor:
-    """The file has rows 2i and 2i+1 of a head side by side, transformers i and i + half."""
-    return torch.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).flatten()
-
-
-def _grouped(rows: int, groups: int, each: int, dim: int) -> torch.Tensor:
-    """The file has all queries, all keys and all values, transformers those of one group of heads
-    after the other. each: queries of a group. dim: rows of a head."""
-    queries, keys, values = torch.arange(rows).split(
-        [groups * each * dim, groups * dim, groups * dim]
-    )
-    parts = [queries.reshape(groups, each * dim), keys.reshape(groups, dim)]
-    return torch.cat([*parts, values.reshape(groups, dim)], 1).flatten()
-
-
-LAYOUTS: dict[str, Callable[..., torch.Tensor]] = {"pairs": _pairs, "grouped": _grouped}
-"""Orders of rows: for so many of them and the layout's sizes, which row of the file goes where."""
-
-
-def check_order(file: GgufFile, entry: Entry, layout: str, sizes: tuple[int, ...]) -> None:
-    """Errors: `InputError` for rows that cannot be in such an order."""
-    rows = entry.dims[0]
-    if layout == "pairs":
-        fine = sizes[0] >= 1 and rows % (2 * sizes[0]) == 0
-    else:
-        groups, each, dim = sizes
-        fine = rows == groups * (each + 2) * dim
-    if not fine:
-        of = " x ".join(map(str, sizes))
-        raise InputError(
-            f"{file.path}: tensor {entry.name} has {rows} rows, which are no {layout} of {of}"
-        )
 
 
 def width_of(file: GgufFile, entry: Entry) -> int:
@@ -91,7 +48,7 @@ def _block(file: GgufFile, entry: Entry) -> tuple[int, int]:
     return int(values), int(size)
 
 
-def rows_of(file: GgufFile, entry: Entry, order: Order = AS_IT_IS) -> Weight:
+def rows_of(file: GgufFile, entry: Entry) -> Weight:
     """The bytes of a tensor's rows u8[R,W]; a vector's rows are its values."""
     held = entry
     if len(entry.dims) == 1 and entry.kind in FLOATS:
@@ -105,23 +62,18 @@ def rows_of(file: GgufFile, entry: Entry, order: Order = AS_IT_IS) -> Weight:
         file=file.owner(entry.name),
         entry=held,
         width=width,
-        layout=order[0],
-        sizes=order[1],
     )
 
 
 @derivation
-def block_rows(
-    *, file: GgufFile, entry: Entry, width: int, layout: str, sizes: tuple[int, ...]
-) -> torch.Tensor:
-    """The bytes u8[R,width] of a tensor's rows, in the order that a layout says (see `LAYOUTS`)."""
-    rows = file.rows(entry, width)
-    return rows[LAYOUTS[layout](len(rows), *sizes)] if layout else rows
+def block_rows(*, file: GgufFile, entry: Entry, width: int) -> torch.Tensor:
+    """The bytes u8[R,width] of a tensor's rows."""
+    return file.rows(entry, width)
 
 
-def floats_of(file: GgufFile, entry: Entry, order: Order = AS_IT_IS) -> Weight:
-    """A tensor of floats, its rows in an order."""
-    dtype, raw = FLOATS[entry.kind], rows_of(file, entry, order)
+def floats_of(file: GgufFile, entry: Entry) -> Weight:
+    """A tensor of floats."""
+    dtype, raw = FLOATS[entry.kind], rows_of(file, entry)
     type = TensorType(dtype, entry.dims)
     return derive(entry.name, type, bytes_as, raw, dtype=dtype, dims=entry.dims)
 
@@ -132,20 +84,20 @@ def bytes_as(rows: torch.Tensor, *, dtype: torch.dtype, dims: tuple[int, ...]) -
     return rows.view(dtype).reshape(dims)
 
 
-def stored_blocks(
-    file: GgufFile, entry: Entry, kind: BlockType, order: Order = AS_IT_IS
-) -> StoredWeight:
-    """A tensor of blocks, its rows in an order, decoded part by part when they are loaded."""
+def stored_blocks(file: GgufFile, entry: Entry, kind: BlockType) -> StoredWeight:
+    """A tensor of blocks, decoded part by part when they are loaded."""
     *stack, rows, columns = entry.dims
     numeric = kind.numeric
     packed, scale = (
         TensorType(type.dtype, (*stack, *type.dims)) for type in numeric.types(rows, columns)
     )
-    held, options = file.owner(entry.name), {"layout": order[0], "sizes": order[1]}
-    width = width_of(file, entry)
+    given: dict[str, Any] = {
+        "file": file.owner(entry.name),
+        "entry": entry,
+        "width": width_of(file, entry),
+    }
 
     def part(name: str, type: TensorType, what: str) -> Weight:
-        given: dict[str, Any] = {"file": held, "entry": entry, "width": width, **options}
         return derive(f"{entry.name}.{name}", type, block_part, part=what, **given)
 
     scales = part("scale", scale, "scales")
@@ -168,11 +120,8 @@ AT_ONCE = 1 << 23
 
 
 @derivation
-def block_part(
-    *, file: GgufFile, entry: Entry, width: int, layout: str, sizes: tuple[int, ...], part: str
-) -> torch.Tensor:
-    """The scales, offsets or codes [...,R,W] of a tensor's blocks; codes are packed. layout, sizes:
-    as in `block_rows`."""
+def block_part(*, file: GgufFile, entry: Entry, width: int, part: str) -> torch.Tensor:
+    """The scales, offsets or codes [...,R,W] of a tensor's blocks; codes are packed."""
     type, whole, done = TYPES[entry.kind], torch.empty(0), 0
     total = prod(entry.dims[:-1])
     for blocks in file.pieces(entry, width, max(1, AT_ONCE // width)):
@@ -182,11 +131,10 @@ def block_part(
         whole = whole if done else rows.new_empty(total, rows.shape[1])
         whole[done : done + len(rows)] = rows
         done += len(rows)
-    ordered = whole[LAYOUTS[layout](total, *sizes)] if layout else whole
-    return ordered.reshape(*entry.dims[:-1], -1)
+    return whole.reshape(*entry.dims[:-1], -1)
 
 
-def stored_in_eight(file: GgufFile, entry: Entry, raw: Weight) -> StoredWeight:
+def stored_in_eight(file: GgufFile, entry: Entry) -> StoredWeight:
     """A tensor of another type, rounded to 8 bits. Errors: `UnsupportedError` for a type that the
     package cannot unpack."""
     import gguf
@@ -205,7 +153,7 @@ def stored_in_eight(file: GgufFile, entry: Entry, raw: Weight) -> StoredWeight:
         entry.name,
         TensorType(torch.float32, entry.dims),
         dequantized_blocks,
-        raw,
+        rows_of(file, entry),
         kind=entry.kind,
         dims=entry.dims,
     )

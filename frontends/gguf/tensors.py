@@ -2,7 +2,7 @@
 
 Parameters get the format's names by the `gguf` package's table, and `JOINED` has those that the
 format keeps in several tensors. Blocks become `StoredWeight`s without a float detour, also where
-rows are kept in another order (`LAYOUTS`). What is laid in another way is dequantized, and what is
+rows or columns are kept in another order. What is laid in another way is dequantized, and what is
 of a type that is none of `blocks.TYPES` is rounded to 8 bits, with a warning each.
 """
 
@@ -32,18 +32,9 @@ from ..huggingface.checkpoint import Tensors, concatenated
 from ..stored_weights import StoredWeight
 from .architectures import Architecture
 from .blocks import EIGHT, FLOATS, TYPES
-from .layouts import laid
+from .layouts import Order, in_order, laid
 from .reader import Entry, GgufFile
-from .rows import (
-    AS_IT_IS,
-    LAYOUTS,
-    Order,
-    check_order,
-    floats_of,
-    rows_of,
-    stored_blocks,
-    stored_in_eight,
-)
+from .rows import floats_of, stored_blocks, stored_in_eight
 
 JOINED: Mapping[str, tuple[str, ...]] = {
     "experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
@@ -52,6 +43,7 @@ JOINED: Mapping[str, tuple[str, ...]] = {
     "experts.down_proj_bias": ("ffn_down_exps.bias",),
     "block_sparse_moe.router.weight": ("ffn_gate_inp.weight",),
     "kv_b_proj.weight": ("attn_k_b.weight", "attn_v_b.weight"),
+    "in_proj_qkvz.weight": ("attn_qkv.weight", "attn_gate.weight"),
 }
 """The ends of parameters' names, and the tensors of the layer that they are made of, one behind the
 other along a layer's outputs."""
@@ -145,20 +137,22 @@ class Reader:
         self, name: str, parts: Sequence[Entry], dims: tuple[int, ...]
     ) -> StoredWeight | Weight:
         """A parameter of these dims, of one tensor or several."""
-        layout, sizes = self.known.layout_of(name, self.config)
-        order = (layout, sizes) if layout in LAYOUTS else AS_IT_IS
-        read = [self._part(entry, order) for entry in parts]
+        layout, _ = self.known.layout_of(name, self.config, len(parts))
+        order = self.known.order_of(name, self.config, len(parts))
+        self._check_order(parts, order)
+        read = [self._part(entry) for entry in parts]
         if all(isinstance(part, StoredWeight) for part in read):
             stored = _joined_stored(name, [p for p in read if isinstance(p, StoredWeight)])
-            plain = not layout or layout in LAYOUTS or (layout == "latent" and len(parts) == 1)
-            if stored is not None and plain and self._fits(parts, dims):
-                return stored
+            if stored is not None and not layout and self._fits(parts, dims):
+                stored = stored if order is None else _ordered_stored(stored, order)
+                if stored is not None:
+                    return stored
             self.floats.append(parts[0].name)
         floats = [
             part.values(f"{name}.{index}") if isinstance(part, StoredWeight) else part
             for index, part in enumerate(read)
         ]
-        return self._laid(name, floats, layout, dims)
+        return self._laid(name, floats, layout, order, dims)
 
     def _fits(self, parts: Sequence[Entry], dims: tuple[int, ...]) -> bool:
         """Whether tensors behind each other are a parameter of these dims; if not, its reader says
@@ -166,21 +160,34 @@ class Reader:
         rows = sum(part.dims[-2] for part in parts)
         return (*parts[0].dims[:-2], rows, parts[0].dims[-1]) == dims or len(parts) == 1
 
+    def _check_order(self, parts: Sequence[Entry], order: Order | None) -> None:
+        """Errors: `InputError` for rows or columns that cannot be in such an order."""
+        if order is None:
+            return
+        count = sum(part.dims[order.axis] for part in parts if len(part.dims) > order.axis)
+        if not order.fits(count):
+            of = " x ".join(map(str, order.sizes))
+            raise InputError(
+                f"{self.file.path}: tensor {parts[0].name} has {count} "
+                f"{('rows', 'columns')[order.axis]}, which are no {order.kind} of {of}"
+            )
+
     def _laid(
-        self, name: str, parts: Sequence[Weight], layout: str, dims: tuple[int, ...]
+        self,
+        name: str,
+        parts: Sequence[Weight],
+        layout: str,
+        order: Order | None,
+        dims: tuple[int, ...],
     ) -> Weight:
         """Floats as the parameter is laid."""
-        if not layout or layout in LAYOUTS:
-            if len(parts) == 1:
-                return parts[0].renamed(name)
+        if not layout and len(parts) > 1:
             axis = -1 if name.endswith("bias") else -2
-            shape = list(parts[0].type.shape)
-            shape[axis] = sum(part.type.shape[axis] for part in parts)
-            type = TensorType(parts[0].type.dtype, tuple(shape))
-            cast = [part.cast(type.dtype) for part in parts]
-            return derive(name, type, concatenated, *cast, dim=axis)
-        if layout == "latent" and len(parts) == 1:
-            return parts[0].renamed(name)  # older files hold them as transformers does
+            parts = [_joined([part.cast(parts[0].type.dtype) for part in parts], name, axis)]
+        if order is not None:
+            parts = [_ordered(part, order) for part in parts]
+        if not layout:
+            return parts[0].renamed(name)
         found = [part.cast(torch.float32) for part in parts]
         if prod(dims) != sum(prod(part.type.shape) for part in parts):
             raise InputError(
@@ -189,22 +196,19 @@ class Reader:
             )
         return derive(name, TensorType(torch.float32, dims), laid, *found, layout=layout, dims=dims)
 
-    def _part(self, entry: Entry, order: Order) -> StoredWeight | Weight:
-        """A tensor, its rows in transformers' order."""
-        if order != AS_IT_IS:
-            check_order(self.file, entry, *order)
+    def _part(self, entry: Entry) -> StoredWeight | Weight:
         if entry.kind in FLOATS:
-            return floats_of(self.file, entry, order)
+            return floats_of(self.file, entry)
         kind = TYPES.get(entry.kind)
         if kind is None:
             self.others.append(f"{entry.name} (type {entry.kind})")
-            return stored_in_eight(self.file, entry, rows_of(self.file, entry, order))
+            return stored_in_eight(self.file, entry)
         if len(entry.dims) < 2:
             raise InputError(
                 f"{self.file.path}: tensor {entry.name} has the size {list(entry.dims)}; blocks "
                 f"are in rows"
             )
-        return stored_blocks(self.file, entry, kind, order)
+        return stored_blocks(self.file, entry, kind)
 
     def _warn(self) -> None:
         """Warn of what is not as it is in the file."""
@@ -234,15 +238,34 @@ def _joined_stored(name: str, parts: Sequence[StoredWeight]) -> StoredWeight | N
     if len({part.numeric for part in parts}) > 1 or parts[0].codebook is not None:
         return None
 
-    def joined(part: str) -> Weight | None:
-        given = [w for p in parts if (w := getattr(p, part)) is not None]
-        if not given:
-            return None
-        shape = list(given[0].type.shape)
-        shape[-2] = sum(w.type.shape[-2] for w in given)
-        type = TensorType(given[0].type.dtype, tuple(shape))
-        return derive(f"{name}.{part}", type, concatenated, *given, dim=-2)
+    found: dict[str, Any] = {
+        part: _joined([getattr(p, part) for p in parts], f"{name}.{part}", -2)
+        for part in _parts_of(parts[0])
+    }
+    return replace(parts[0], **found)
 
-    weight, scale = joined("weight"), joined("scale")
-    assert weight is not None and scale is not None
-    return replace(parts[0], weight=weight, scale=scale, offset=joined("offset"))
+
+def _ordered_stored(stored: StoredWeight, order: Order) -> StoredWeight | None:
+    """A weight in transformers' order; None if it cuts through groups of columns with one scale."""
+    parts = _parts_of(stored)
+    if not all(order.fits(part.type.shape[order.axis]) for part in parts.values()):
+        return None
+    ordered: dict[str, Any] = {name: _ordered(part, order) for name, part in parts.items()}
+    return replace(stored, **ordered)
+
+
+def _parts_of(stored: StoredWeight) -> dict[str, Weight]:
+    """What a stored weight has for each row."""
+    named = {"weight": stored.weight, "scale": stored.scale, "offset": stored.offset}
+    return {name: part for name, part in named.items() if part is not None}
+
+
+def _joined(parts: Sequence[Weight], name: str, axis: int) -> Weight:
+    shape = list(parts[0].type.shape)
+    shape[axis] = sum(part.type.shape[axis] for part in parts)
+    type = TensorType(parts[0].type.dtype, tuple(shape))
+    return derive(name, type, concatenated, *parts, dim=axis)
+
+
+def _ordered(weight: Weight, order: Order) -> Weight:
+    return derive(f"{weight.name}.ordered", weight.type, in_order, weight, order=order)

@@ -34,11 +34,12 @@ _UNSAID = re.compile(
     |cache_implementation|layernorm_eps_unused|attn_implementation|experts_implementation
     |use_sliding_window|sliding_window_pattern|chunk_size
     |chat_template|quantization_config|problem_type|finetuning_task|gradient_checkpointing
-    |use_mambapy|summary_.*|scale_attn_.*_unused|head_type|dual_chunk.*|default_theta""",
+    |use_mambapy|summary_.*|scale_attn_.*_unused|head_type|dual_chunk.*|default_theta|mrope_.*""",
     re.VERBOSE,
 )
 """Options that change no logits, or that others say again: names, training, ids (which the
-tokenizer's entries say), windows (layer_types) and contexts before scaling (rope_parameters)."""
+tokenizer's entries say), windows (layer_types), contexts before scaling (rope_parameters), and
+sections of pictures' positions."""
 
 
 _IDS = "bos", "eos", "pad"

@@ -90,8 +90,9 @@ def export_gguf(program: Program, path: Path) -> Path:
     if tensors.floats:
         warnings.warn(
             f"{path}: {len(tensors.floats)} weights of few bits are written as floats, because "
-            f"GGUF has no type with exactly their bits, scales and offsets: {tensors.floats[0]} "
-            f"(groups of 32 with scales in f16 have one, with offsets in 4 bits, without in 8)",
+            f"llama.cpp keeps them so (routers), or GGUF has no type with exactly their bits, "
+            f"scales and offsets: {tensors.floats[0]} (groups of 32 with scales in f16 have one, "
+            f"with offsets in 4 bits, without in 8)",
             GraftworkWarning,
             stacklevel=2,
         )

@@ -15,7 +15,7 @@ from ..frontends.gguf.config import architecture_of
 from ..frontends.gguf.layouts import LAID
 from ..frontends.gguf.metadata import Metadata
 from ..frontends.gguf.reader import GgufFile
-from ..frontends.gguf.rows import LAYOUTS, width_of
+from ..frontends.gguf.rows import width_of
 from ..frontends.gguf.tensors import UNUSED, Reader, names_of
 from ..frontends.gguf.writing import row_of
 from ..frontends.stored_weights import StoredWeight
@@ -31,7 +31,7 @@ _IN_FULL = re.compile(
     r".*(?<!\.weight)|.*norm.*|.*\.(ffn_gate_inp(_shexp)?|ssm_conv1d|shortconv\.conv)\.weight"
     r"|(position_embd|token_types)\.weight"
 )
-"""Tensors that llama.cpp expects in float32 where they are floats."""
+"""Tensors that llama.cpp keeps in float32."""
 
 
 @dataclass(frozen=True)
@@ -185,15 +185,18 @@ class Tensors(Parameters):
     def _stored(self, one: Parameter) -> list[Tensor]:
         """Blocks of exactly the bits that a weight has; none, if no type has them."""
         held = one.held
-        layout, _ = self.row.layout_of(one.name, self.config)
+        layout, _ = self.row.layout_of(one.name, self.config, len(one.names))
         if not isinstance(held, StoredWeight) or held.order is not None:
             return []
-        if layout not in ("", *LAYOUTS) and not one.turned:
+        if (layout and not one.turned) or any(map(_IN_FULL.fullmatch, one.names)):
             return []
         book = None if held.codebook is None else held.codebook.load()
         loaded = [
             None if part is None else part.load() for part in (held.weight, held.scale, held.offset)
         ]
+        order = self.row.order_of(one.name, self.config, len(one.names))
+        if order and not all(t is None or order.fits(t.shape[order.axis]) for t in loaded):
+            return []  # it cuts through groups of columns with one scale
         parts = [
             [None] * len(one.names) if tensor is None else self._laid(one, tensor)
             for tensor in loaded
@@ -218,15 +221,16 @@ class Tensors(Parameters):
 
     def _laid(self, one: Parameter, x: torch.Tensor) -> list[torch.Tensor]:
         """A parameter, or a part of its stored rows, as the file's tensors."""
-        layout, sizes = self.row.layout_of(one.name, self.config)
-        if layout in LAYOUTS:
-            place = LAYOUTS[layout](len(x), *sizes).argsort()
-            return [x[place.to(x.device)]]
+        count = len(one.names)
+        layout, sizes = self.row.layout_of(one.name, self.config, count)
+        order = self.row.order_of(one.name, self.config, count)
+        parts = [x] if order is None else order.written(x)
         if layout and not one.turned:
-            return list(LAID[layout].write(x if x.dtype.itemsize > 2 else x.float(), sizes))
-        if len(one.names) == 1:
-            return [x]
-        return list(x.chunk(len(one.names), -1 if one.name.endswith("bias") else -2))
+            full = [part if part.dtype.itemsize > 2 else part.float() for part in parts]
+            return [laid for part in full for laid in LAID[layout].write(part, sizes)]
+        if len(parts) == count:
+            return parts
+        return list(x.chunk(count, -1 if one.name.endswith("bias") else -2))
 
 
 def _of_call(
