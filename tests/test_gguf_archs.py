@@ -5,9 +5,12 @@ The files are made as llama.cpp's converter makes them, see `gguf_archs`."""
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -161,6 +164,33 @@ def test_parts(tmp_path: Path) -> None:
     import_model(parts[0])
 
 
+def test_layers_that_predict_later_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No logit is made by them; a file that is written again has them, too."""
+    row = FILES["qwen35"]
+
+    def move(name: str, data: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+        if name == "output_norm.weight":
+            yield "blk.2.attn_norm.weight", data
+            yield "blk.2.nextn.eh_proj.weight", np.ones((64, 128), np.float32)
+        yield from row.move(name, data, config)
+
+    def keys(config: Any) -> dict[str, Any]:
+        return {**row.keys(config), "block_count": 3, "nextn_predict_layers": 1}
+
+    monkeypatch.setitem(FILES, "qwen35", replace(row, keys=keys, move=move))
+    path, out = tmp_path / "tiny.gguf", tmp_path / "out.gguf"
+    model = write(path, "qwen35")
+    ids, positions = tokens_and_positions()
+    with torch.no_grad():
+        assert error(logits_of(import_model(path), ids, positions), model(ids).logits) < TOLERANCE
+    gw.optimize(path, target="eager:cpu:float32").export_gguf(out)
+    first, second = (
+        {t.name: t.data for t in gguf.GGUFReader(file).tensors} for file in (path, out)
+    )
+    assert first.keys() == second.keys() and "blk.2.nextn.eh_proj.weight" in second
+    assert all((first[name] == second[name]).all() for name in first)
+
+
 @pytest.mark.parametrize(
     ("which", "key", "value", "message"),
     [
@@ -178,6 +208,8 @@ def test_parts(tmp_path: Path) -> None:
         ("gpt-oss", "expert_gating_func", 2, "expert_gating_func is 2, and"),
         ("qwen35", "attention.recurrent_layers", (True, False), ""),
         ("qwen35", "attention.recurrent_layers", (True,), "expected one for each of 2 layers"),
+        ("qwen35", "nextn_predict_layers", 1, "asks for a tensor blk.1.nextn.eh_proj.weight"),
+        ("qwen35", "nextn_predict_layers", 2, "block_count is 2, and the file has"),
         ("qwen35", "rope.dimension_sections", (1, 0, 1, 0), "and sections of all 2 pairs"),
         ("qwen35", "ssm.group_count", 4, "6 heads over 4 of 192 channels"),
         ("qwen35", "linear_attn", 4, "linear_attn is 4, and qwen35 models are read"),

@@ -51,7 +51,6 @@ _NEUTRAL: Mapping[str, tuple[Value, ...]] = {
     "hidden_activation": ("silu", "swiglu"),
     "leading_dense_block_count": (0,),
     "logit_scale": (0, 1),
-    "nextn_predict_layers": (0,),
     "residual_scale": (0, 1),
     "rope.scaling.alpha": (0, 1),
     "rope.scaling.attn_factor": (1,),
@@ -90,7 +89,7 @@ def config_of(meta: Metadata) -> dict[str, Any]:
     """Options of transformers' configuration. Errors: `InputError` for numbers that do not fit
     each other or the tensors, `UnsupportedError` for what has no place in such a model."""
     known = architecture_of(meta)
-    layers, hidden = meta.number("block_count", int), meta.number("embedding_length", int)
+    layers, hidden = meta.layers, meta.number("embedding_length", int)
     context = meta.number("context_length", int)
     meta.expect("embedding_length_out", hidden, "as the embedding has")
     meta.check_layers(layers, hidden)

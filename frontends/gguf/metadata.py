@@ -29,6 +29,11 @@ class Metadata:
         self.read.add(key)
         return self.file.metadata.get(f"{self.name}.{key}", default)
 
+    @property
+    def layers(self) -> int:
+        """Layers that logits are made by. Behind them may be some that predict later tokens."""
+        return self.number("block_count", int) - self.number("nextn_predict_layers", int, 0)
+
     def has(self, tensor: str) -> bool:
         """Whether the file has a tensor."""
         return tensor in self.file.tensors
@@ -76,13 +81,13 @@ class Metadata:
         found, whole = self.get(key), f"{self.name}.{key}"
         layers = self.number("block_count", int)
         if not isinstance(found, tuple):
-            return (self.number(key, int, default),) * min(layers, len(self.file.tensors) + 1)
+            return (self.number(key, int, default),) * min(self.layers, len(self.file.tensors) + 1)
         if len(found) != layers or not found:
             raise InputError(
                 f"{self.file.path}: {whole} has {len(found)} entries; expected one for each of "
                 f"{layers} layers"
             )
-        return tuple(self._number(whole, int, value) for value in found)
+        return tuple(self._number(whole, int, value) for value in found[: self.layers])
 
     def count(self, key: str, default: int | None = None) -> int:
         """A number that is the same for all layers.
@@ -161,11 +166,15 @@ class Metadata:
                 f"{self.name}.embedding_length is {hidden}"
             )
         there = {int(m[1]) for m in map(_LAYER.match, self.file.tensors) if m}
-        if not layers or len(there) != layers or there != set(range(layers)):
+        count = self.number("block_count", int)
+        if layers < 1 or len(there) != count or there != set(range(count)):
             raise self.no_model(
-                f"{self.name}.block_count is {layers}, and the file has tensors of {len(there)} "
+                f"{self.name}.block_count is {count}, and the file has tensors of {len(there)} "
                 f"layers{f', the last of them {max(there)}' if there else ''}"
             )
+        for layer in range(layers, count):
+            if not self.has(name := f"blk.{layer}.nextn.eh_proj.weight"):
+                raise self.no_model(f"{self.name}.nextn_predict_layers asks for a tensor {name}")
 
     def check_rows(self, hidden: int, rows: tuple[int, int, int]) -> None:
         """That the first layer has the sizes of the metadata. rows: of queries, of keys, and of the

@@ -43,7 +43,7 @@ def alternating(every: int, window: int) -> Both:
 
     @both(lambda config: Key("attention.sliding_window", "sliding_window").write(config))
     def term(meta: Metadata) -> dict[str, Any]:
-        layers = meta.number("block_count", int)
+        layers = meta.layers
         given = meta.get("attention.sliding_window_pattern")
         sliding = [(layer + 1) % every != 0 for layer in range(layers)]
         if isinstance(given, tuple) and len(given) == layers:
@@ -67,7 +67,7 @@ def scaled_by(layers: int) -> Both:
     def term(meta: Metadata) -> dict[str, Any]:
         heads, hidden = meta.count("attention.head_count"), meta.number("embedding_length", int)
         scale = meta.number("attention.scale", float, 0.0)
-        wide = meta.number("block_count", int) == layers
+        wide = meta.layers == layers
         plain = (
             hidden / heads if wide else meta.number("attention.key_length", int, hidden // heads)
         )
@@ -111,7 +111,7 @@ GEMMA3 = (
 @both(lambda config: Key("attention.sliding_window", "sliding_window").write(config))
 def _exaone4(meta: Metadata) -> dict[str, Any]:
     """Its smaller models have no window, and rotary embeddings in all layers."""
-    layers = meta.number("block_count", int)
+    layers = meta.layers
     if not meta.number("attention.sliding_window", int, 4096 if layers == 64 else 0):
         return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
     return alternating(4, 4096).read(meta)
@@ -203,7 +203,7 @@ def _mpt(meta: Metadata) -> dict[str, Any]:
     return {
         "d_model": hidden,
         "n_heads": meta.count("attention.head_count"),
-        "n_layers": meta.number("block_count", int),
+        "n_layers": meta.layers,
         "max_seq_len": meta.number("context_length", int),
         "expansion_ratio": meta.count("feed_forward_length") // hidden,
         "no_bias": True,
@@ -279,7 +279,7 @@ def _t5(meta: Metadata) -> dict[str, Any]:
             "no such tensor",
             "one: whether logits are scaled is not said where it is the embedding",
         )
-    layers = meta.number("block_count", int)
+    layers = meta.layers
     return {
         "num_layers": layers,
         "num_decoder_layers": meta.number("decoder_block_count", int, layers),

@@ -79,7 +79,7 @@ def _delta(meta: Metadata) -> dict[str, Any]:
     """Layers with a gated delta rule, of heads for which groups have keys; every so many-th layer
     attends instead, or those that a list says."""
     groups, heads = meta.number("ssm.group_count", int), meta.number("ssm.time_step_rank", int)
-    inner, layers = meta.number("ssm.inner_size", int), meta.number("block_count", int)
+    inner, layers = meta.number("ssm.inner_size", int), meta.layers
     every = meta.number("full_attention_interval", int, 4)
     if not groups or not heads or heads % groups or inner % heads or not every:
         raise meta.no_model(
@@ -88,8 +88,8 @@ def _delta(meta: Metadata) -> dict[str, Any]:
         )
     given = meta.get("attention.recurrent_layers")
     recurrent = [(layer + 1) % every != 0 for layer in range(layers)]
-    if isinstance(given, tuple) and len(given) == layers:
-        recurrent = [bool(one) for one in given]
+    if isinstance(given, tuple) and len(given) == meta.number("block_count", int):
+        recurrent = [bool(one) for one in given[:layers]]
     elif given is not None:
         raise meta.unlike("attention.recurrent_layers", given, f"one for each of {layers} layers")
     return {

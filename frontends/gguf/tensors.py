@@ -33,6 +33,7 @@ from ..stored_weights import StoredWeight
 from .architectures import Architecture
 from .blocks import EIGHT, FLOATS, TYPES
 from .layouts import Order, in_order, laid
+from .metadata import Metadata
 from .reader import Entry, GgufFile
 from .rows import floats_of, stored_blocks, stored_in_eight
 
@@ -86,8 +87,15 @@ def names_of(
     return names
 
 
-UNUSED = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
-"""Tensors that are no parameters: what frequencies are divided by."""
+_DIVISORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+
+
+def passed_over(file: GgufFile) -> set[str]:
+    """Tensors that no parameter is made of: what frequencies are divided by, and layers that
+    predict later tokens."""
+    meta = Metadata(file)
+    later = tuple(f"blk.{layer}." for layer in range(meta.layers, meta.number("block_count", int)))
+    return {name for name in file.tensors if name in _DIVISORS or name.startswith(later)}
 
 
 @dataclass
@@ -125,7 +133,7 @@ class Reader:
                 kept[name] = weight
                 weight = weight.values(name)
             tensors[name] = partial(_itself, weight)
-        if strange := [name for name in left if name not in UNUSED]:
+        if strange := sorted(left.keys() - passed_over(self.file)):
             raise UnsupportedError(
                 f"{self.file.path}: {len(strange)} tensors are none that a {type(twin).__name__} "
                 f"has here: {shown(strange[0])}"

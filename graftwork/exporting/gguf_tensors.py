@@ -16,7 +16,7 @@ from ..frontends.gguf.layouts import LAID
 from ..frontends.gguf.metadata import Metadata
 from ..frontends.gguf.reader import GgufFile
 from ..frontends.gguf.rows import width_of
-from ..frontends.gguf.tensors import UNUSED, Reader, names_of
+from ..frontends.gguf.tensors import Reader, names_of, passed_over
 from ..frontends.gguf.writing import row_of
 from ..frontends.stored_weights import StoredWeight
 from ..ir import TensorType, UnsupportedError, Weight, WeightStore, arguments
@@ -114,7 +114,7 @@ class Tensors(Parameters):
         """The tensors, loaded one after the other."""
         for one in parameters:
             yield from self._copied(one) or self._stored(one) or self._floats(one)
-        for name in UNUSED.intersection(self.source.tensors if self.source else ()):
+        for name in sorted(passed_over(self.source)) if self.source else ():
             yield self._raw(name)
 
     def _source(self) -> GgufFile | None:
