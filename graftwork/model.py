@@ -16,7 +16,6 @@ from .artifact import saved
 from .artifact.shards import checked
 from .backends import check_columns, check_kernels
 from .backends import compile as compile_for
-from .backends.cached_library import SHARED, begin
 from .backends.target import Target
 from .data.calibration import check_data, evidence_for, evidence_of
 from .data.corpus import read_corpus
@@ -126,8 +125,6 @@ def optimize(
     if work is not None:
         WorkFolder(plain_path("work", work))
     _remark(where)
-    if where.device == "cpu" and where.backend != "eager":
-        begin(SHARED)  # compiling the kernels takes as long as tracing
     progress("trace")
     key = None if validate else program_key(model, chosen, where.dtype)
     if key is not None and (kept := read_program(key, model, known)) is not None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..artifact.saved import is_saved
+from ..backends.cached_library import SHARED, begin
 from ..ir import InputError, ModelInfo
 from ..model import Model, as_target, load, optimize
 from ..passes.engine.base import Effect
@@ -40,7 +41,10 @@ def open_model(
     if not isinstance(recipe, Recipe):
         recipe = with_settings(recipe or "baseline", settings)
     if runs:
-        as_target(target).require_device()
+        where = as_target(target)
+        where.require_device()
+        if where.device == "cpu" and where.backend != "eager":
+            begin(SHARED)  # compiling the kernels takes as long as tracing
     drops = any(Effect.CACHE_CONTENTS in step.pass_.effects for step in recipe.steps)
     return optimize(
         *(source, recipe),
