@@ -24,13 +24,15 @@ PLAIN = {"name": "test", "contract": "exact"}
 
 
 def refused(capfd: pytest.CaptureFixture[str], *args: object) -> str:
-    """The message of a command that fails; it prints nothing else."""
+    """The message of a command that fails; it prints nothing else, but for stages that take long."""
     capfd.readouterr()
     with pytest.raises(SystemExit) as caught:
         main([str(arg) for arg in args])
     out, err = capfd.readouterr()
-    assert caught.value.code == 2 and out == "" and err.startswith("error: "), (out, err)
-    return " ".join(err.split())
+    stages, error, message = err.partition("error: ")
+    assert caught.value.code == 2 and out == "" and error, (out, err)
+    assert all(line.endswith(" s") for line in stages.splitlines()), err
+    return " ".join((error + message).split())
 
 
 def poisoned(program: Program) -> Program:

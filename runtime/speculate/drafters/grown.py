@@ -31,6 +31,6 @@ class GrownDrafter(Drafter):
 
 def drafter_for(record: DraftRecord, setting: Setting) -> Drafter:
     """The drafter that carries out a record, directly or through its proposer."""
-    grown = record.grows and not DRAFTERS.has(record)
+    grown = PROPOSERS.has(record) or (record.grows and not DRAFTERS.has(record))
     kind = GrownDrafter if grown else DRAFTERS.find(record)
     return kind(record, setting)
