@@ -24,7 +24,7 @@ PLAIN = {"name": "test", "contract": "exact"}
 
 
 def refused(capfd: pytest.CaptureFixture[str], *args: object) -> str:
-    """The message of a command that fails; it prints nothing else, but for stages that take long."""
+    """The message of a command that fails; it prints nothing else but stages that take long."""
     capfd.readouterr()
     with pytest.raises(SystemExit) as caught:
         main([str(arg) for arg in args])
