@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -80,9 +81,12 @@ SHARED = Sources(
 def begin(sources: Sources) -> None:
     """Have a process of its own compile the library if it is not kept, while this one does
     something else: `library` waits for it, and says what is wrong if it fails."""
-    with suppress(OSError, UnsupportedError):
-        if any(cache_folder().glob(f"{_name(sources)}-*.so")):
-            return
+    with suppress(OSError, UnsupportedError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `library` says it
+        with kept_folder("compiled kernels") as kept:
+            lost = kept != cache_folder().resolve()  # with the process
+            if lost or any(kept.glob(f"{_name(sources)}-*.so")):
+                return
         paths = (sources.folder, *filter(None, [sources.shared]))
         told = {"path": sys.path, "name": sources.name, "flags": sources.flags}
         _BEGUN.append(

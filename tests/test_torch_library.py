@@ -226,4 +226,6 @@ def test_a_process_of_its_own_compiles_meanwhile(tmp_path, monkeypatch):
     monkeypatch.setattr(cached_library, "_compile", None)  # not once more
     assert cached_library.library.__wrapped__(looked_for).answer() == 42
     cached_library.begin(looked_for)
+    (tmp_path / "kept" / "graftwork").chmod(0o777)
+    cached_library.begin(cached_library.Sources("never", sources))  # it would not be kept
     assert len(begun) == 1

@@ -29,7 +29,7 @@ from .open_axes import OpenAxes
 from .repeated import RepeatedCall
 from .replay import Recording, Replay, record
 from .rows import ROWS
-from .tiled import kernels_of, with_tiles
+from .tiled import NATIVE, kernels_of, with_tiles
 
 PREFILL = (128, 512)
 """Tokens that prefill steps take on a GPU, where widths are static: weights are read once a step,
@@ -287,7 +287,9 @@ class TorchExecutable(StatefulExecutable):
         missing = {str(n.target) for n in fn.inputs} - given - set(self.program.states)
         if not missing <= OPTIONAL:
             raise InputError(f"{function} also needs the inputs {', '.join(sorted(missing))}")
-        on_cpu = ALIKE_ROWS if self.rounds and fn.role is Role.TARGET else CPU_ROWS
+        # Products of few bits give a row the same bits in any company; so does what is beside them.
+        alike = (self.rounds or fn.calls(*NATIVE)) and fn.role is Role.TARGET
+        on_cpu = ALIKE_ROWS if alike else CPU_ROWS
         rows = ROWS | {"eager": {}, "inductor": on_cpu, "cuda graphs": GPU_ROWS}[self.how]
         states = list(self.program.states)
         module = emit(fn, self.weights, states, fetch, frozenset(missing), rows, device=self.device)
