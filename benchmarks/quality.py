@@ -1,19 +1,24 @@
-"""What recipes that change weights cost in quality: perplexity on held-out text over float32's.
+"""What recipes that change weights cost in quality, beside float32, on held-out text.
 
     python benchmarks/quality.py MODEL --text FOLDER [--files FILES.json] [--recipes int8,int4]
         [--target onnxruntime:cpu:float32] [--windows 48] [--length 512] [--json F]
         [--calibration FOLDER] [--methods rtn,gptq --bits 4:32,3:32,2:64] [--work FOLDER]
 
 The files (those of a JSON list, or of its field ``files``, relative to the folder; without it all
-below the folder, by path; or one file) are joined in order and cut into windows; window i is tokens
-i*length to (i+1)*length. Every recipe scores the same windows, each by itself, and each token but a
-window's first counts. `windows` says which they were, with a hash of their tokens. The ratio of
-perplexities is over ``baseline`` on the same target in float32; its error is the standard error of
-the windows' paired differences. Bytes of weights are those that run, tokens/s those of plain greedy
-decoding after each window's first half, recipes in turns.
+below the folder, by path; or one file; of a .jsonl the field ``text`` of each line) are joined in
+order and cut into windows; window i is tokens i*length to (i+1)*length. Where texts of the model
+begin with a token of their own, each window does, and has one less of the text. Every recipe scores
+the same windows, each by itself, and each token but a window's first counts. `windows` says which
+they were, with a hash of their tokens.
 
-Recipes that calibrate do so on the .py and .txt files below `calibration` (or on that one file)
-that are not among the files to score, in an order that is shuffled once, as many as make
+What is compared is ``baseline`` on the same target in float32. `kl`: the mean divergence from its
+predictions, in nats a token; `agreement`: of how many tokens the likeliest is the same; `ratio`: of
+perplexities, and `error` the standard error of that, from the windows' paired differences. Bytes of
+weights are those that run, tokens/s those of plain greedy decoding after each window's first half,
+recipes in turns.
+
+Recipes that calibrate do so on the .py, .txt and .jsonl files below `calibration` (or on that one
+file) that are not among the files to score, in an order that is shuffled once, as many as make
 `calibration-tokens`. `methods` and `bits` add a table: `quantize_weights` by each method in each
 number of bits and group, embedding and head in float.
 """
@@ -29,7 +34,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from systems import System, take_turns, text_parser, with_settings
@@ -56,8 +61,15 @@ def text_paths(folder: Path, files: Path | None) -> list[Path]:
 
 def read_texts(folder: Path, files: Path | None) -> list[str]:
     """The texts to score, in order."""
-    paths = text_paths(folder, files)
-    return [path.read_text(encoding="utf-8", errors="replace") for path in paths]
+    return [text for path in text_paths(folder, files) for text in texts_of(path)]
+
+
+def texts_of(path: Path) -> list[str]:
+    """The text of a file, or those of a .jsonl."""
+    whole = path.read_text(encoding="utf-8", errors="replace")
+    if path.suffix != ".jsonl":
+        return [whole]
+    return [json.loads(line)["text"] for line in whole.splitlines()]
 
 
 def calibration_ids(
@@ -69,16 +81,17 @@ def calibration_ids(
     """
     paths = [source]
     if source.is_dir():
-        kinds = (".py", ".txt")
+        kinds = (".py", ".txt", ".jsonl")
         paths = sorted(path for path in source.rglob("*") if path.suffix in kinds)
         random.Random(SHUFFLE).shuffle(paths)
     documents: list[list[int]] = []
     for path in paths:
         if path.resolve() in held or not path.is_file():
             continue
-        documents.append(model.tokenizer.encode(path.read_text(errors="replace")).ids)
-        if sum(map(len, documents)) >= wanted:
-            return documents
+        for text in texts_of(path):
+            documents.append(model.tokenizer.encode(text).ids)
+            if sum(map(len, documents)) >= wanted:
+                return documents
     raise SystemExit(f"--calibration: {sum(map(len, documents))} tokens, expected {wanted}")
 
 
@@ -99,16 +112,43 @@ def table_recipes(
 
 
 def cut(model: gw.Model, texts: Sequence[str], length: int, most: int) -> torch.Tensor:
-    """The first `most` windows i64[N,length]. Errors: `SystemExit` for too short a text."""
+    """The first `most` windows i64[N,length], each with the token that texts of the model begin
+    with. Errors: `SystemExit` for too short a text."""
     ids: list[int] = []
+    first = model.tokenizer.encode("").ids[:1]
+    own = length - len(first)
     for text in texts:
-        ids += model.tokenizer.encode(text).ids
-        if len(ids) >= most * length:
+        ids += model.tokenizer.encode(text).ids[len(first) :]
+        if len(ids) >= most * own:
             break
-    count = min(most, len(ids) // length)
+    count = min(most, len(ids) // own)
     if count < 2:
         raise SystemExit(f"--text: {len(ids)} tokens make no two windows of {length}")
-    return torch.tensor(ids[: count * length]).view(count, length)
+    windows = torch.tensor(ids[: count * own]).view(count, own)
+    return torch.cat([torch.tensor(first, dtype=torch.int64).expand(count, -1), windows], 1)
+
+
+class Scores(NamedTuple):
+    """Of each window: mean nats a token, the first aside; the divergence from the reference; and
+    the share of tokens whose likeliest is the same."""
+
+    nats: list[float]
+    kl: list[float]
+    agreement: list[float]
+
+
+def scores(model: gw.Model, reference: gw.Model, windows: torch.Tensor) -> Scores:
+    found = Scores([], [], [])
+    for window in windows:
+        wanted = reference(window[None])[0, :-1].float().log_softmax(-1)
+        own = wanted
+        if model is not reference:
+            own = model(window[None])[0, :-1].float().log_softmax(-1)
+        found.nats.append(torch.nn.functional.nll_loss(own, window[1:]).item())
+        divergence = torch.nn.functional.kl_div(own, wanted, reduction="sum", log_target=True)
+        found.kl.append(divergence.item() / len(own))
+        found.agreement.append((own.argmax(-1) == wanted.argmax(-1)).float().mean().item())
+    return found
 
 
 def losses(model: gw.Model, windows: torch.Tensor) -> list[float]:
@@ -134,12 +174,13 @@ def named(windows: torch.Tensor) -> str:
 
 
 def table(rows: dict[str, dict[str, Any]], methods: Sequence[str], bits: Sequence[str]) -> str:
-    """Ratios of perplexities by bits and method, in Markdown; bytes of the weights by bits."""
+    """Divergences and ratios of perplexities by bits and method, in Markdown; bytes of the weights
+    by bits."""
     lines = [f"| bits, group | MB | {' | '.join(methods)} |", "|---" * (len(methods) + 2) + "|"]
     for pair in bits:
         width, _, group = pair.partition(":")
         found = [rows[f"{method} {width} bits g{group}"] for method in methods]
-        cells = [f"{row['ratio']:.4f}" for row in found]
+        cells = [f"{row['kl']:.4f} / {row['ratio']:.4f}" for row in found]
         size = f"{found[0]['weight_bytes'] / 1e6:.2f}"
         lines.append(f"| {width} g{group} | {size} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -203,18 +244,21 @@ def main() -> None:
         asked = args.calibration, held, args.calibration_tokens
         documents = calibration_ids(models[REFERENCE], *asked)
     rows: dict[str, dict[str, Any]] = {}
-    scored = {REFERENCE: losses(models[REFERENCE], windows)}
+    reference = models[REFERENCE]
+    scored = {REFERENCE: scores(reference, reference, windows)}
     for name, recipe in {REFERENCE: None, **recipes}.items():
         start = time.perf_counter()
         if recipe is not None:
             given = {"data": documents, "work": args.work} if recipe.reads_text else {}
             models[name] = gw.optimize(args.model, recipe, target=where, **given)
         made = time.perf_counter() - start
-        scored[name] = scored.get(name) or losses(models[name], windows)
-        ratio, error = compared(scored[name], scored[REFERENCE])
+        scored[name] = scored.get(name) or scores(models[name], reference, windows)
+        ratio, error = compared(scored[name].nats, scored[REFERENCE].nats)
         report = models[name].report
         rows[name] = {
-            "nats": round(statistics.mean(scored[name]), 4),
+            "kl": round(statistics.mean(scored[name].kl), 5),
+            "agreement": round(statistics.mean(scored[name].agreement), 4),
+            "nats": round(statistics.mean(scored[name].nats), 4),
             "ratio": round(ratio, 5),
             "error": round(error, 5),
             "weight_bytes": report.memory().weights if report is not None else None,

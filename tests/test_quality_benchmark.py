@@ -8,6 +8,7 @@ import runpy
 import sys
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -50,6 +51,9 @@ def test_fewer_bits_cost_more_and_take_less(
     assert rows["baseline"]["ratio"] == 1 and rows["baseline"]["error"] == 0
     assert abs(rows["int8"]["ratio"] - 1) < abs(rows["int4"]["ratio"] - 1)
     assert rows["int4"]["error"] > 0
+    assert rows["baseline"]["kl"] == 0 and rows["baseline"]["agreement"] == 1
+    assert 0 < rows["int8"]["kl"] < rows["int4"]["kl"]
+    assert rows["int8"]["agreement"] >= rows["int4"]["agreement"]
     assert rows["int4"]["weight_bytes"] < rows["int8"]["weight_bytes"]
     assert all(row["tokens_per_second"] > 0 for row in rows.values())
     assert report["windows"].startswith("0..3 of 24 tokens, sha256 ")
@@ -68,6 +72,30 @@ def test_ratios_are_of_paired_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     ratio, error = compared([1.0, 2.0], [1.0, 1.0])
     assert ratio == pytest.approx(math.exp(0.5))
     assert error == pytest.approx(math.exp(0.5) * 0.5)
+
+
+def test_windows_begin_as_texts_of_the_model_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    cut = runpy.run_path(str(SCRIPT))["cut"]
+
+    def model(first: list[int]) -> SimpleNamespace:
+        def encode(text: str) -> SimpleNamespace:
+            return SimpleNamespace(ids=[*first, *map(int, text.split())])
+
+        return SimpleNamespace(tokenizer=SimpleNamespace(encode=encode))
+
+    texts = ["3 4 5", "6 7 8 9"]
+    assert cut(model([]), texts, 3, 4).tolist() == [[3, 4, 5], [6, 7, 8]]
+    assert cut(model([2]), texts, 3, 4).tolist() == [[2, 3, 4], [2, 5, 6], [2, 7, 8]]
+
+
+def test_a_jsonl_holds_several_texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    lines = [json.dumps({"text": text}) for text in ("one\ntwo", "three")]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "b.txt").write_text("four\n")
+    found = runpy.run_path(str(SCRIPT))["read_texts"](tmp_path, None)
+    assert found == ["one\ntwo", "three", "four\n"]
 
 
 @pytest.mark.long
