@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from archs import REFUSED, build
+from messages import error_message
 from tiny import cached_llama, tiny_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -29,10 +30,8 @@ def refused(capfd: pytest.CaptureFixture[str], *args: object) -> str:
     with pytest.raises(SystemExit) as caught:
         main([str(arg) for arg in args])
     out, err = capfd.readouterr()
-    stages, error, message = err.partition("error: ")
-    assert caught.value.code == 2 and out == "" and error, (out, err)
-    assert all(line.endswith(" s") for line in stages.splitlines()), err
-    return " ".join((error + message).split())
+    assert caught.value.code == 2 and out == "", (out, err)
+    return " ".join(error_message(err).split())
 
 
 def poisoned(program: Program) -> Program:

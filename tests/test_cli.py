@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import error_message
 from source_models import made, written
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -138,7 +139,7 @@ def test_errors_are_one_message_and_write_nothing(
 ) -> None:
     code, text, errors = run(capsys, "optimize", checkpoint, "--out", tmp_path / "out", *args)
     assert (code, text) == (2, "")
-    assert "error: " in errors and message in errors and "Traceback" not in errors
+    assert message in error_message(errors) and "Traceback" not in errors
     assert list(tmp_path.iterdir()) == []
 
 
