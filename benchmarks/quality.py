@@ -115,7 +115,8 @@ def cut(model: gw.Model, texts: Sequence[str], length: int, most: int) -> torch.
     """The first `most` windows i64[N,length], each with the token that texts of the model begin
     with. Errors: `SystemExit` for too short a text."""
     ids: list[int] = []
-    first = model.tokenizer.encode("").ids[:1]
+    begins = model.tokenizer.encode("").ids[:1] == [model.program.info.bos]
+    first = [model.program.info.bos] if begins else []  # an end that is added is none
     own = length - len(first)
     for text in texts:
         ids += model.tokenizer.encode(text).ids[len(first) :]
