@@ -122,3 +122,14 @@ def test_small_parts_stay_where_they_fuse():
     module = traced(lambda x: torch.sin(torch.cos(torch.sin(torch.cos(x)))))
     outline_repeats(module)
     assert not regions(module)
+
+
+def test_parts_of_which_one_reads_a_value_twice_are_no_copies():
+    """Torch gives a region once what it reads twice: the other copy then has a value too many."""
+
+    def two(x, a, b):
+        for first, second in ((a, a), (a, b)):
+            x = torch.tanh(torch.mul(x, first)) + second
+        return x
+
+    check(two, 0, X, X + 1, X + 2)

@@ -100,6 +100,9 @@ def _interface(copies: Copies) -> _Interface | None:
                 return None
             if inside == {None}:
                 arguments[values] = None
+    # A copy that reads one value where another reads two: torch gives it to the region once.
+    if any(len(set(own)) < len(own) for own in zip(*arguments, strict=True)):
+        return None
     results = [
         place
         for place, twins in enumerate(zip(*copies, strict=True))
