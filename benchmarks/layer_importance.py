@@ -117,8 +117,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     program = canonical(args.model)
-    tokenizer = SimpleNamespace(tokenizer=read_tokenizer(program.assets["tokenizer.json"]))
-    windows = cut(tokenizer, read_texts(args.text, args.files), args.length, args.windows)
+    tokenizer = read_tokenizer(program.assets["tokenizer.json"])
+    texts = SimpleNamespace(tokenizer=tokenizer, program=program)  # what `cut` reads of a model
+    windows = cut(texts, read_texts(args.text, args.files), args.length, args.windows)
     alike = cosines(program, windows, args.parts == "sublayers")
     if not 0 < args.budget < len(alike):
         raise SystemExit(f"--budget {args.budget}: expected 1 to {len(alike) - 1} parts")
