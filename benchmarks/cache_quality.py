@@ -168,7 +168,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     full = optimized_model(args.model, "baseline", args.target, args.threads)
-    windows = cut(full, read_texts(args.text, args.files), args.length, args.windows)
+    windows = cut(
+        full.tokenizer, full.program, read_texts(args.text, args.files), args.length, args.windows
+    )
     keys = planted(full, windows)
     digest = hashlib.sha256(windows.numpy().tobytes()).hexdigest()[:12]
     which = f"{len(windows)} of {args.length} tokens, sha256 {digest}"

@@ -211,7 +211,9 @@ def main() -> None:
             f"--prompt {args.prompt}: expected 1 to {args.length - 1} of a window's tokens"
         )
     whole = optimized_model(args.model, Recipe.load("baseline"), args.target, args.threads)
-    windows = cut(whole, read_texts(args.text, args.files), args.length, args.windows).tolist()
+    windows = cut(
+        whole.tokenizer, whole.program, read_texts(args.text, args.files), args.length, args.windows
+    ).tolist()
     nats, said, total = measured(args, Recipe.load("baseline"), windows)
     print(
         f"{args.model.name}: perplexity {math.exp(sum(nats) / len(nats)):.2f}, {len(nats)} tokens"

@@ -93,7 +93,9 @@ def main() -> None:
     model = optimized_model(args.model, args.recipe, args.target, args.threads)
     still = gw.Model(unturned(model.program), model.target, model.recipe)
     texts = read_texts(args.text, args.files)
-    windows = cut(model, texts, args.length + args.after, args.edits).tolist()
+    windows = cut(
+        model.tokenizer, model.program, texts, args.length + args.after, args.edits
+    ).tolist()
     kinds = ("taken out", "put in", "replaced")
     seconds: dict[str, list[float]] = {"kept": [], "fed again": []}
     nats: dict[str, list[float]] = {"kept": [], "kept unturned": [], "fed again": []}

@@ -18,7 +18,6 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -118,8 +117,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     program = canonical(args.model)
     tokenizer = read_tokenizer(program.assets["tokenizer.json"])
-    texts = SimpleNamespace(tokenizer=tokenizer, program=program)  # what `cut` reads of a model
-    windows = cut(texts, read_texts(args.text, args.files), args.length, args.windows)
+    texts = read_texts(args.text, args.files)
+    windows = cut(tokenizer, program, texts, args.length, args.windows)
     alike = cosines(program, windows, args.parts == "sublayers")
     if not 0 < args.budget < len(alike):
         raise SystemExit(f"--budget {args.budget}: expected 1 to {len(alike) - 1} parts")

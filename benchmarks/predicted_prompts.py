@@ -70,7 +70,9 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     eager, target = "eager:cpu:float32", Target.parse(args.target, threads=args.threads)
     whole = optimized_model(args.model, "baseline", eager, args.threads)
-    windows = cut(whole, read_texts(args.text, args.files), args.length, args.windows)
+    windows = cut(
+        whole.tokenizer, whole.program, read_texts(args.text, args.files), args.length, args.windows
+    )
     reference = [behind(whole, window) for window in windows]
     held = frozenset(path.resolve() for path in text_paths(args.text, args.files))
     data = calibration_ids(whole, args.calibration, held, CALIBRATION)

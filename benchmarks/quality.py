@@ -38,9 +38,11 @@ from typing import Any, NamedTuple
 
 import torch
 from systems import System, take_turns, text_parser, with_settings
+from tokenizers import Tokenizer
 
 import graftwork as gw
 from graftwork.backends import Target
+from graftwork.ir import Program
 from graftwork.recipe import Recipe
 
 REFERENCE = "baseline"
@@ -111,15 +113,17 @@ def table_recipes(
     return made
 
 
-def cut(model: gw.Model, texts: Sequence[str], length: int, most: int) -> torch.Tensor:
-    """The first `most` windows i64[N,length], each with the token that texts of the model begin
-    with. Errors: `SystemExit` for too short a text."""
+def cut(
+    tokenizer: Tokenizer, program: Program, texts: Sequence[str], length: int, most: int
+) -> torch.Tensor:
+    """The first `most` windows i64[N,length], each with the token that the program's texts begin
+    with, where the tokenizer adds it. Errors: `SystemExit` for too short a text."""
     ids: list[int] = []
-    begins = model.tokenizer.encode("").ids[:1] == [model.program.info.bos]
-    first = [model.program.info.bos] if begins else []  # an end that is added is none
+    bos = program.info.bos
+    first = [bos] if tokenizer.encode("").ids[:1] == [bos] else []  # an end that is added is none
     own = length - len(first)
     for text in texts:
-        ids += model.tokenizer.encode(text).ids[len(first) :]
+        ids += tokenizer.encode(text).ids[len(first) :]
         if len(ids) >= most * own:
             break
     count = min(most, len(ids) // own)
@@ -235,7 +239,9 @@ def main() -> None:
     where = Target.parse(args.target, threads=args.threads)
     models = {REFERENCE: gw.optimize(args.model, REFERENCE, target=where)}
     texts = read_texts(args.text, args.files)
-    windows = cut(models[REFERENCE], texts, args.length, args.windows)
+    windows = cut(
+        models[REFERENCE].tokenizer, models[REFERENCE].program, texts, args.length, args.windows
+    )
     print(f"{args.model.name} on {args.target}, windows {named(windows)}", flush=True)
     documents = None
     if any(recipe.reads_text for recipe in recipes.values()):

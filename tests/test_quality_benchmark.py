@@ -78,17 +78,18 @@ def test_windows_begin_as_texts_of_the_model_do(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     cut = runpy.run_path(str(SCRIPT))["cut"]
 
-    def model(first: list[int], last: list[int]) -> SimpleNamespace:
+    def windows(first: list[int], last: list[int]) -> list[list[int]]:
         def encode(text: str) -> SimpleNamespace:
             return SimpleNamespace(ids=[*first, *map(int, text.split()), *last])
 
         program = SimpleNamespace(info=SimpleNamespace(bos=2))
-        return SimpleNamespace(tokenizer=SimpleNamespace(encode=encode), program=program)
+        made = cut(SimpleNamespace(encode=encode), program, ["3 4 5", "6 7 8 9"], 3, 4)
+        found: list[list[int]] = made.tolist()
+        return found
 
-    texts = ["3 4 5", "6 7 8 9"]
-    assert cut(model([], []), texts, 3, 4).tolist() == [[3, 4, 5], [6, 7, 8]]
-    assert cut(model([2], []), texts, 3, 4).tolist() == [[2, 3, 4], [2, 5, 6], [2, 7, 8]]
-    assert cut(model([], [1]), texts, 3, 4).tolist() == [[3, 4, 5], [1, 6, 7], [8, 9, 1]]
+    assert windows([], []) == [[3, 4, 5], [6, 7, 8]]
+    assert windows([2], []) == [[2, 3, 4], [2, 5, 6], [2, 7, 8]]
+    assert windows([], [1]) == [[3, 4, 5], [1, 6, 7], [8, 9, 1]]
 
 
 def test_a_jsonl_holds_several_texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
