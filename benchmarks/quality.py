@@ -19,8 +19,9 @@ recipes in turns.
 
 Recipes that calibrate do so on the .py, .txt and .jsonl files below `calibration` (or on that one
 file) that are not among the files to score, in an order that is shuffled once, as many as make
-`calibration-tokens`. `methods` and `bits` add a table: `quantize_weights` by each method in each
-number of bits and group, embedding and head in float.
+`calibration-tokens`; so do those that do better with text, if it is given. `methods` and `bits` add
+a table: `quantize_weights` by each method in each number of bits and group, embedding and head in
+float.
 """
 
 from __future__ import annotations
@@ -244,9 +245,9 @@ def main() -> None:
     )
     print(f"{args.model.name} on {args.target}, windows {named(windows)}", flush=True)
     documents = None
-    if any(recipe.reads_text for recipe in recipes.values()):
-        if args.calibration is None:
-            raise SystemExit("--calibration: a recipe or method calibrates: say on which texts")
+    if args.calibration is None and any(recipe.reads_text for recipe in recipes.values()):
+        raise SystemExit("--calibration: a recipe or method calibrates: say on which texts")
+    if args.calibration is not None:
         held = frozenset(path.resolve() for path in text_paths(args.text, args.files))
         asked = args.calibration, held, args.calibration_tokens
         documents = calibration_ids(models[REFERENCE], *asked)
@@ -256,7 +257,8 @@ def main() -> None:
     for name, recipe in {REFERENCE: None, **recipes}.items():
         start = time.perf_counter()
         if recipe is not None:
-            given = {"data": documents, "work": args.work} if recipe.reads_text else {}
+            learns = documents is not None and recipe.takes_text
+            given = {"data": documents, "work": args.work} if learns else {}
             models[name] = gw.optimize(args.model, recipe, target=where, **given)
         made = time.perf_counter() - start
         scored[name] = scored.get(name) or scores(models[name], reference, windows)

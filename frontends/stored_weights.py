@@ -38,6 +38,7 @@ from ..ir import (
     type_of,
 )
 from ..ir.ops.numerics import PARTS, Numeric
+from ..ir.ops.quantized import rounding
 from ..ir.rewrite.mixtures import Stack, store_experts
 from ..ir.rewrite.stored import float_weight
 
@@ -52,7 +53,7 @@ class StoredWeight:
 
     weight: u8[N,K*bits/8]. scale, offset: f32|f16[N,K/group]. codebook: f32[2^bits]. order: i64[K],
     the input channel that each stored column belongs to; None: they are in order. rounded: the
-    source rounds activations to int8 by row.
+    source rounds activations to int8, span values of a row by one scale, or all (0).
     """
 
     numeric: Numeric
@@ -62,6 +63,7 @@ class StoredWeight:
     codebook: Weight | None = None
     order: Weight | None = None
     rounded: bool = False
+    span: int = 0
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -164,14 +166,16 @@ def _named(source: torch.fx.Node) -> str:
 
 def _alike(first: StoredWeight, second: StoredWeight) -> bool:
     """Whether stacks can be those of one mixture."""
-    return (first.numeric.bits, first.rounded) == (second.numeric.bits, second.rounded)
+    both = ((one.numeric.bits, one.rounded, one.span) for one in (first, second))
+    return len(set(both)) == 1
 
 
 def _replace_experts(
     fn: Function, node: torch.fx.Node, gate_up: StoredWeight, down: StoredWeight
 ) -> None:
     stacks = [Stack(s.weight, s.scale, s.offset, s.numeric.group) for s in (gate_up, down)]
-    store_experts(fn, node, *stacks, bits=gate_up.numeric.bits, rounded=gate_up.rounded)
+    how = rounding(gate_up.rounded, gate_up.span)
+    store_experts(fn, node, *stacks, bits=gate_up.numeric.bits, how=how)
 
 
 def _replace(fn: Function, node: torch.fx.Node, stored: StoredWeight) -> None:
@@ -195,7 +199,7 @@ def _replace(fn: Function, node: torch.fx.Node, stored: StoredWeight) -> None:
             if stored.order is not None:
                 order = fn.weight(stored.order)
                 x = fn.call(A.index_select.default, x, -1, order, site=site)
-            options["rounded"] = stored.rounded
+            options |= rounding(stored.rounded, stored.span)
             new = fn.call(
                 G.quantized_linear.default, x, *parts, given["bias"], site=site, **options
             )

@@ -17,7 +17,7 @@ from .artifact.shards import checked
 from .backends import check_columns, check_kernels
 from .backends import compile as compile_for
 from .backends.target import Target
-from .data.calibration import check_data, evidence_for, evidence_of
+from .data.calibration import calibrates, check_data, evidence_for, evidence_of
 from .data.corpus import read_corpus
 from .data.prompts import Prompts, as_ids, check_seed, sample_prompts, validation_batch
 from .exporting.exports import Exports
@@ -118,7 +118,8 @@ def optimize(
     check_data(chosen, data, validate)
     check_seed(seed)
     check_paths(chosen)
-    if work is not None and not chosen.reads_text:
+    learns = data is not None and calibrates(chosen, validate)
+    if work is not None and not learns:
         raise InputError(
             f"work= is given, but recipe {chosen.name!r} calibrates on no text; leave it out"
         )
@@ -126,7 +127,7 @@ def optimize(
         WorkFolder(plain_path("work", work))
     _remark(where)
     progress("trace")
-    key = None if validate else program_key(model, chosen, where.dtype)
+    key = None if validate or learns else program_key(model, chosen, where.dtype)
     if key is not None and (kept := read_program(key, model, known)) is not None:
         program, report = kept
         changed = {"source": str(model), "recipe": chosen.name, "target": str(where)}
@@ -134,7 +135,7 @@ def optimize(
     making = Making()
     traced = Traced.of(model, where.dtype, making.watching(known))
     evidence = None
-    if chosen.reads_text and data is not None:
+    if learns and data is not None:
         data = read_corpus(data, traced.program)
         evidence = evidence_of(data, work, progress)
     prompts = _validation_prompts(traced.program, data, seed) if validate else None

@@ -121,6 +121,11 @@ class Recipe:
         return "data" in self.needs or any(step.pass_.text for step in self.steps)
 
     @property
+    def takes_text(self) -> bool:
+        """Whether it needs the user's text, or does better with some."""
+        return self.reads_text or any(step.pass_.helpful for step in self.steps)
+
+    @property
     def brought(self) -> tuple[str, ...]:
         """Inputs besides the model that the recipe and its passes need, as short texts."""
         passes = [step.pass_ for step in self.steps]

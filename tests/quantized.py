@@ -26,6 +26,7 @@ class Weight(NamedTuple):
     bias: Tensor | None
     bits: int
     group: int
+    span: int = 0
 
     def in_tiles(self) -> tuple[Tensor | None, ...]:
         """What a native kernel takes of it: packed, scale, offset, table, bias."""
@@ -51,6 +52,13 @@ class Weight(NamedTuple):
     def sizes(self) -> tuple[int, int, int]:
         """Bits as they are packed, group, outputs."""
         return tiles.kept_bits(self.bits, self.codebook), self.group, len(self.q)
+
+    @property
+    def spans(self) -> list[int]:
+        """In how many activations' runs its products may be rounded, but for whole rows."""
+        group, columns = self.group, self.q.shape[1]
+        parts = [n for n in range(16, group, 16) if group % n == 0]
+        return [*parts, *(n for n in range(group, columns + 1, group) if columns % n == 0)]
 
 
 def stream(q: Tensor, bits: int) -> Tensor:
@@ -150,20 +158,26 @@ def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 def linear(x: Tensor, w: Weight) -> Tensor:
     """`graftwork.quantized_linear`, rounded, of x f32[..., K]."""
-    scale = x.abs().amax(-1, keepdim=True) / 127.0
+    span = w.span or x.shape[-1]
+    runs = x.unflatten(-1, (-1, span))
+    scale = runs.abs().amax(-1, keepdim=True) / 127.0
     scale = torch.where(scale > 0, scale, torch.ones(()))
-    steps = torch.round(x / scale).long()
+    steps = torch.round(runs / scale).flatten(-2).long()
+    scale = scale.squeeze(-1)
     value = w.q if w.offset is not None else w.q - (1 << (w.bits - 1))
     value = value if w.codebook is None else w.codebook.long()[w.q]
     total = torch.zeros(*x.shape[:-1], len(w.q))
     for g in range(w.scale.shape[1]):
-        inside = slice(g * w.group, (g + 1) * w.group)
-        products = steps[..., inside] @ value[:, inside].T
-        total = fused(products.float(), w.scale[:, g].float(), total)
+        products, sums = torch.zeros(()), torch.zeros(())
+        for first in range(g * w.group, (g + 1) * w.group, min(span, w.group)):
+            inside = slice(first, first + min(span, w.group))
+            by = scale[..., first // span, None] if w.span else torch.ones(())
+            products = fused((steps[..., inside] @ value[:, inside].T).float(), by, products)
+            sums = fused(steps[..., inside].sum(-1, keepdim=True).float(), by, sums)
+        total = fused(products, w.scale[:, g].float(), total)
         if w.offset is not None:
-            sums = steps[..., inside].sum(-1, keepdim=True)
-            total = fused(sums.float(), w.offset[:, g].float(), total)
-    result = total * scale
+            total = fused(sums, w.offset[:, g].float(), total)
+    result = total if w.span else total * scale
     return result if w.bias is None else result + w.bias
 
 

@@ -63,7 +63,7 @@ def test_a_rows_loss_never_rises(seed: int, bits: int, kind: Any, scale: torch.d
     hessian = moments(correlated(64, seed=seed)).hessian
     before = None
     for rounds in (0, 1, 2, 5):
-        options: dict[str, Any] = {"rounds": rounds} if rounds else {}
+        options: dict[str, Any] = {"rounds": rounds} if rounds else {"fitted": False}
         method = method_of("decoupleq" if rounds else "gptq", options)
         prepared = method.prepared(Moments(hessian.clone(), torch.ones(64)))
         made = method.quantize(weight.clone(), numeric, prepared)

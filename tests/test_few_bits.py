@@ -56,6 +56,7 @@ def step_model(program: Program) -> Emitted:
     "options",
     [
         {"bits": 4},
+        {"bits": 4, "span": 16},
         pytest.param({"bits": 3, "symmetric": True}, marks=pytest.mark.long),
         pytest.param({"bits": 8, "scales": "f32", "embedding": True}, marks=pytest.mark.long),
     ],
@@ -142,12 +143,19 @@ MIXTURES = rarely(("gpt_oss", "mixtral", "qwen3_moe"), 9)
 """Gated by silu, and with biases and limits."""
 
 
-@pytest.mark.parametrize("rounded", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        pytest.param({"rounded": False}, marks=pytest.mark.long),
+        pytest.param({"span": 8}, marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("name", MIXTURES)
-def test_experts_of_mixtures_have_few_bits(name: str, rounded: bool) -> None:
+def test_experts_of_mixtures_have_few_bits(name: str, how: dict[str, Any]) -> None:
     """They stay packed on both backends, and a token's logits are those of the meaning, whatever
     shares its step."""
-    given = named("quantize_weights", bits=4, group=8, rounded=rounded)
+    given = named("quantize_weights", bits=4, group=8, **how)
     start = import_model(build(ARCHS[name]))
     steps = [*Recipe.load("baseline").steps, Step(given)]
     program = run_passes(start, steps)[0]

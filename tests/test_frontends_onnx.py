@@ -103,9 +103,8 @@ def test_exports_of_few_bits_keep_their_bits(recipe: str, qdq: bool, tmp_path: P
     assert len(linears) == (0 if qdq and recipe == "int4" else 9)
     tokens = list(PROMPTS[1])
     ours, theirs = model([tokens])[0], own_runtime(folder, tokens)
-    # MatMulNBits rounds activations by block; everything else differs by float error.
-    bound = 0.1 if recipe == "int4" else 2e-3
-    assert float((ours - theirs).abs().max() / theirs.abs().max()) < bound
+    # ONNX Runtime makes MatMulNBits of both forms, which rounds activations by block.
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) < 0.1
 
 
 def test_passes_work_on_what_was_read(tmp_path: Path) -> None:

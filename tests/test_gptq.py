@@ -67,12 +67,14 @@ def test_a_case_by_hand() -> None:
     0.55), 2 * 0.16 - 2 * 0.22 + 2 * 0.3025 = 0.485; of (-0.4, -0.45) it is 1.085.
     """
     numeric = Numeric(2, 4, "affine")
-    scales = torch.tensor([[1.0]]), torch.tensor([[-1.0]])
+    scales = torch.tensor([1.0]), torch.tensor([-1.0])
     weight = torch.tensor([[0.6, 0.55, 0.0, 0.0]])
     hessian = torch.eye(4)
     hessian[:2, :2] = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
     factor = inverse_factor(Moments(hessian.clone(), torch.ones(4)), 1e-9)
-    made = numeric.dequantize(round_with_feedback(weight, factor, numeric, scales))
+    made = numeric.dequantize(
+        round_with_feedback(weight, factor, numeric, lambda values, column: scales)
+    )
     assert made.tolist() == [[1.0, 0.0, 0.0, 0.0]]
     assert loss(weight - made, hessian).item() == pytest.approx(0.485)
     nearest = torch.tensor([[1.0, 1.0, 0.0, 0.0]])
@@ -96,9 +98,8 @@ def test_blocks_do_what_the_definition_does(columns: int, group: int, kind: Any)
     """Bits decide for one or the other where the values lie half way between two; few do."""
     numeric = Numeric(4, group, kind)
     x, weight = correlated(columns, 2 * columns), torch.randn(8, columns)
-    made = method_of("gptq", {"damp": 0.1}).quantize(
-        weight.clone(), numeric, inverse_factor(moments(x), 0.1)
-    )
+    method = method_of("gptq", {"damp": 0.1, "fitted": False})
+    made = method.quantize(weight.clone(), numeric, method.prepared(moments(x)))
     wanted = by_definition(weight, moments(x).hessian, numeric, 0.1)
     off = (numeric.dequantize(made) - wanted).abs() > 1e-3
     assert float(off.float().mean()) < 0.02
@@ -124,6 +125,17 @@ def test_no_worse_than_rounding_where_inputs_depend_on_each_other(
     assert own < rounded
 
 
+def test_fitted_scales_err_less_than_those_of_ranges() -> None:
+    numeric, weight = Numeric(3, 16, "affine", torch.float16), torch.randn(64, 64)
+    losses = []
+    for fitted in (False, True):
+        seen, method = moments(correlated(64)), method_of("gptq", {"fitted": fitted})
+        hessian = seen.hessian.clone()
+        made = method.quantize(weight.clone(), numeric, method.prepared(seen))
+        losses.append(float(loss(weight - numeric.dequantize(made), hessian).sum()))
+    assert losses[1] < 0.9 * losses[0]
+
+
 def test_a_channel_that_the_text_never_uses_becomes_zero() -> None:
     x = correlated(32)
     x[:, 5] = 0
@@ -145,7 +157,9 @@ def test_options_are_those_of_the_method() -> None:
         ValidationError, match=r"no method is called 'magic'; there are .*gptq.*rtn"
     ):
         QuantizeWeights(method="magic")
-    with pytest.raises(ValidationError, match=r"gptq takes damp; damp: Input should be greater"):
+    with pytest.raises(
+        ValidationError, match=r"gptq takes damp, fitted; damp: Input should be greater"
+    ):
         QuantizeWeights(method="gptq", tuning={"damp": 0})
     with pytest.raises(ValidationError, match=r"rtn takes no options; damp: Extra inputs"):
         QuantizeWeights(tuning={"damp": 0.1})

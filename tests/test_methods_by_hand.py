@@ -337,7 +337,7 @@ def test_recipes_cite_what_they_build_and_say_where_they_differ() -> None:
         ("unified_skipping", "tunes one for each speed-up"),
         ("redrafter", "beam"),
         ("gumiho", "full tree attention"),
-        ("int8", "group"),
+        ("int8", "a scale for 32 values"),
     ):
         recipe = Recipe.load(name)
         assert words in recipe.differs

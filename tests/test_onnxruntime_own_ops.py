@@ -48,7 +48,7 @@ def session_of(w: quantized.Weight, folder: Path, threads: int, kind: str = "lin
     else:
         bias = None if w.bias is None else e.weight(Weight.of("bias", w.bias))
         rounded = kind == "linear"
-        out = quantized_linear(e, x, weights_of(w), bias, **sizes, rounded=rounded)
+        out = quantized_linear(e, x, weights_of(w), bias, **sizes, rounded=rounded, span=w.span)
     out.name, out.dtype = "out", oir.DataType.FLOAT
     e.graph.outputs.append(out)
     path = folder / "model.onnx"
@@ -65,8 +65,9 @@ def ran(session: Any, x: torch.Tensor) -> torch.Tensor:
 
 @given(quantized.weights, st.sampled_from(((1, 1), (2, 3), (1, 9), (5, 8), (0, 2))))
 def test_products_have_torchs_bits(w, shape):
+    w = w._replace(span=w.spans[0] if w.bias is None else 0)
     x = quantized.rows(1, *shape, w.q.shape[1])
-    want = native.quantized_linear(x, *w.in_tiles(), *w.sizes)
+    want = native.quantized_linear(x, *w.in_tiles(), *w.sizes, w.span)
     assert torch.equal(want, quantized.linear(x, w))
     for threads in (1, 2):
         with tempfile.TemporaryDirectory() as folder:
@@ -191,6 +192,9 @@ def node(op: str, sizes: dict[str, int], **operands: torch.Tensor | None) -> Any
         ({"group": 1 << 40}, "group must be"),
         ({"N": 33}, "packed must be"),
         ({"N": -1}, "N must"),
+        ({"span": 24}, "spans must divide K"),
+        ({"span": -16}, "spans must divide K"),
+        ({"span": 8}, "whole spans of 16"),
     ],
 )
 def test_a_product_whose_operands_do_not_fit_is_refused(changes, says):
@@ -198,8 +202,8 @@ def test_a_product_whose_operands_do_not_fit_is_refused(changes, says):
     packed, scale, offset, table, bias = w.in_tiles()
     given = {"x": quantized.rows(0, 3, 32), "packed": packed, "scale": scale, "offset": offset}
     given |= {"table": table, "bias": bias, "bits": 4, "group": 16, "N": 20}
-    given |= changes
-    sizes = {name: given.pop(name) for name in ("bits", "group", "N")}
+    given |= {"span": 0, **changes}
+    sizes = {name: given.pop(name) for name in ("bits", "group", "N", "span")}
     if says is None:
         want = quantized.linear(given["x"], w)
         assert torch.equal(torch.from_numpy(node("QuantizedLinear", sizes, **given)), want)
@@ -230,9 +234,9 @@ def test_products_of_experts_that_do_not_fit_are_refused(changes, says):
     packed, scale, offset, _ = w.table_in_tiles()
     given = {"x": quantized.rows(0, 3, 32), "experts": torch.tensor([[0], [1], [1]])}
     given |= {"packed": packed, "scale": scale, "offset": offset, "bias": torch.zeros(2, 16)}
-    given |= {"bits": 4, "group": 16, "N": 16, "E": 2, "rounded": 1}
+    given |= {"bits": 4, "group": 16, "N": 16, "E": 2, "rounded": 1, "span": 0}
     given |= changes
-    sizes = {name: given.pop(name) for name in ("bits", "group", "N", "E", "rounded")}
+    sizes = {name: given.pop(name) for name in ("bits", "group", "N", "E", "rounded", "span")}
     if says is None:
         every = quantized.linear(given["x"], w).view(3, 2, 16)
         want = torch.stack([every[0, 0], every[1, 1], every[2, 1]])[:, None]

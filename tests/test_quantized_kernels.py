@@ -23,14 +23,17 @@ everywhere = settings(suppress_health_check=[HealthCheck.function_scoped_fixture
 
 
 def linear(x: torch.Tensor, w: quantized.Weight) -> torch.Tensor:
-    return native.quantized_linear(x, *w.in_tiles(), *w.sizes)
+    return native.quantized_linear(x, *w.in_tiles(), *w.sizes, w.span)
 
 
 @everywhere
 @given(quantized.weights, st.sampled_from((1, 2, 3, 5, 7, 8, 9, 16, 21)))
 def test_products_have_the_bits_of_their_meaning(processor, w, count):
+    """Rounded by row, and in spans."""
     x = quantized.rows(count, count, w.q.shape[1])
-    assert torch.equal(linear(x, w), quantized.linear(x, w))
+    for span in (0, *w.spans[:2], *w.spans[-1:]):
+        of = w._replace(span=span)
+        assert torch.equal(linear(x, of), quantized.linear(x, of)), span
 
 
 @everywhere
@@ -68,8 +71,9 @@ def test_many_rows_have_the_bits_of_few(bits, kind, processor):
     block, or several of what sixteen bits hold."""
     threads = torch.get_num_threads()
     try:
-        for group, groups in ((1, 24), (20, 3), (130, 2), (1040, 1)):
+        for group, groups, span in ((1, 24, 0), (20, 3, 60), (130, 2, 0), (1040, 1, 208)):
             w = quantized.weight(bits, 33, group, groups, bits, kind, half=True, bias=True)
+            w = w._replace(span=span if w.q.shape[1] % (span or 1) == 0 else 0)
             x = quantized.rows(group, 45, w.q.shape[1])
             x[1] = 1
             want = quantized.linear(x, w)
@@ -85,8 +89,11 @@ def test_many_rows_have_the_bits_of_few(bits, kind, processor):
 def test_a_rows_bits_do_not_depend_on_the_others_or_on_threads(processor):
     threads = torch.get_num_threads()
     try:
-        for bits, kind in ((4, "offset"), (8, "symmetric"), (3, "codebook")):
-            w = quantized.weight(2, 150, 32, 4, bits, kind, half=True)
+        for bits, kind, span in (
+            *((4, "offset", 0), (8, "symmetric", 0), (3, "codebook", 0)),
+            *((4, "offset", 32), (8, "symmetric", 16), (3, "codebook", 64)),
+        ):
+            w = quantized.weight(2, 150, 32, 4, bits, kind, half=True)._replace(span=span)
             x = torch.randn(64, w.q.shape[1])
             whole = linear(x, w)
             for number in (1, 2, 3):

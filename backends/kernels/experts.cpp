@@ -37,6 +37,7 @@ void expert_products(
     const Choices& given,
     const float* x,
     bool rounded,
+    int64_t span,
     float* y,
     const Team& team) {
     const int64_t pairs = given.count * given.choices;
@@ -60,7 +61,7 @@ void expert_products(
         const float* const own = bias ? bias + expert * all.V : nullptr;
         const Weights weights = {
             w.tiles, w.scale, w.offset, nullptr, own, w.V, w.K, w.group, w.bits, w.half_scale,
-            w.half_offset, w.books};
+            w.half_offset, w.books, span};
         jobs.push_back({weights, &rows[first * all.K], last - first, &found[first * all.V]});
         if (!rounded)
             float_products(w, own, jobs.back().x, last - first, jobs.back().y, team);

@@ -1,9 +1,9 @@
 // The kernels as ops of ONNX Runtime, domain "graftwork". Its own threads run them, and weights are
 // read where it has them: in a file that is mapped, they are not copied.
 //
-//   QuantizedLinear(x, packed, scale, offset?, table?, bias?; bits, group, N) -> y
+//   QuantizedLinear(x, packed, scale, offset?, table?, bias?; bits, group, span, N) -> y
 //   FloatLinear(x, packed, scale, offset?, codebook?, bias?; bits, group, N) -> y
-//   QuantizedExperts(x, experts, packed, scale, offset?, bias?; bits, group, N, E, rounded) -> y
+//   QuantizedExperts(x, experts, packed, scale, offset?, bias?; bits, group, span, N, E, rounded) -> y
 //   QuantizedEmbedding(ids, weight, scale, offset?, codebook?; bits, group) -> y
 //   CachedAttention, CachedQuantizedAttention: see ort_attention.h
 //   ReadRows: see ort_rows.h
@@ -105,8 +105,10 @@ struct Linear : Node {
                                           ort::ANY,   ort::INT8,  ort::FLOAT};
         return kinds[place];
     }
+    int64_t span;
 
-    using Node::Node;
+    Linear(const ort::Api& api, const ort::Info* info)
+        : Node(api, info), span(api.whole_number(info, "span")) {}
 
     void run(ort::Context* context) const {
         const ort::Tensor x(api, context, 0), packed(api, context, 1), scale(api, context, 2);
@@ -124,7 +126,7 @@ struct Linear : Node {
             data<int8_t>(table),         data<float>(bias),           outputs,
             K,                           group,                       bits,
             scale.type == ort::FLOAT16,  offset.type == ort::FLOAT16,
-            books,
+            books,                       checked_span(span, K, group),
         };
         products(weights, data<float>(x), rows_of(x), y, Pool(api, context));
     }
@@ -165,12 +167,13 @@ struct Experts : Node {
                                           ort::ANY,   ort::ANY,   ort::FLOAT};
         return kinds[place];
     }
-    int64_t experts;
+    int64_t experts, span;
     bool rounded;
 
     Experts(const ort::Api& api, const ort::Info* info)
         : Node(api, info),
           experts(api.whole_number(info, "E")),
+          span(api.whole_number(info, "span")),
           rounded(api.whole_number(info, "rounded") != 0) {
         want(experts >= 1 && outputs % 16 == 0, "experts must have whole tiles of outputs");
         want(outputs <= (int64_t(1) << 40) / experts, "there are too many experts");
@@ -192,7 +195,7 @@ struct Experts : Node {
         const Choices choice = {data<int64_t>(chosen), count, choices, experts, each};
         expert_products(
             table(packed, scale, offset, nullptr, K), data<float>(bias), choice, data<float>(x),
-            rounded, y, Pool(api, context));
+            rounded, checked_span(span, K, group), y, Pool(api, context));
     }
 };
 

@@ -44,13 +44,14 @@ void product(
     int64_t books,
     int64_t length,
     int64_t rounded,
+    int64_t span,
     int64_t threads) {
     const bool halves[] = {half_scale != 0, half_offset != 0};
     const Books of = Books::of(books, length, rounded ? 16 : int64_t(1) << bits, bits, group);
     if (rounded) {
         const Weights weights = {
             tiles, scale, offset, static_cast<const int8_t*>(book), bias, N, K, group, bits,
-            halves[0], halves[1], of};
+            halves[0], halves[1], of, checked_span(span, K, group)};
         return products(weights, x, rows, y, Threads(threads));
     }
     const Table table = {
@@ -80,11 +81,12 @@ void quantized_experts(
     int64_t half_scale,
     int64_t half_offset,
     int64_t rounded,
+    int64_t span,
     int64_t threads) {
     const Table weights = {
         tiles, scale, offset, nullptr, R, K, group, bits, half_scale != 0, half_offset != 0, {}};
     const Choices choice = {chosen, count, choices, experts, each != 0};
-    expert_products(weights, bias, choice, x, rounded != 0, y, Threads(threads));
+    expert_products(weights, bias, choice, x, rounded != 0, checked_span(span, K, group), y, Threads(threads));
 }
 
 // y [count, K]: rows of a table [V, K] in tiles. Of offset and values each may be null.

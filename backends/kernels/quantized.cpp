@@ -5,6 +5,7 @@
 
 #include "quantized.h"
 
+#include <cmath>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -15,7 +16,7 @@ namespace {
 
 using namespace graftwork;
 
-int64_t tile_bytes(const Weights& w) { return w.groups() * blocks_of(w) * block_bytes(w.bits); }
+int64_t tile_bytes(const Weights& w) { return w.units() * blocks_of(w) * block_bytes(w.bits); }
 
 // What products are to have added for each value of x, because bytes stand for weights.
 int32_t start_of(const Weights& w) {
@@ -33,15 +34,15 @@ struct Way {
 };
 
 // Rows of x as whole numbers, in gangs: four bytes of each of a gang's rows one after the other,
-// then the next four. sums [gang: groups, rows]: of each row's values in a group; starts: what sums
-// of products begin with, so that the weights' zero comes off them. scales [rows].
+// then the next four. starts [gang: units, rows]: what sums of products begin with, so that the
+// weights' zero comes off them. sums [gang: groups, rows]: of each row's values in a group. What
+// sums are multiplied with: steps [gang: spans, rows] at once, scales [rows] at the end.
 struct Rows {
     Way way;
     int64_t count, row_bytes;  // with values that fill groups up
     int8_t* values;
     int32_t* starts;
-    float* sums;
-    float* scales;
+    float *sums, *steps, *scales;
 
     int64_t gangs() const { return (count + way.together - 1) / way.together; }
     // Gangs of about the same size.
@@ -84,51 +85,63 @@ float scale_of(const float* x, int64_t K) {
     return scale > 0 ? scale : 1.0f;
 }
 
-// Round a row of x [K] to vectors V, one of `ganged` rows whose values, sums and starts these are.
+// Round a row of x [K] to vectors V, one of `ganged` rows whose values, starts, sums and steps these
+// are. Returns what its results are to be multiplied with.
 template <class V>
-void round_row(
+float round_row(
     const float* x,
-    float scale,
     const Weights& w,
     int64_t ganged,
     int8_t* values,
+    int32_t* starts,
     float* sums,
-    int32_t* starts) {
+    float* steps) {
     constexpr float magic = 12582912.0f;  // what has no room for fractions: halves go to even
-    const bool fine = scale > 0;
-    const Floats by = Floats{} + (fine ? scale : 1.0f);
     const Floats most = Floats{} + 127.0f;
     const int32_t start = start_of(w);
-    for (int64_t g = 0; g < w.K; g += w.group, sums += ganged, starts += ganged) {
+    const int64_t unit = w.unit(), each = w.span ? w.span : w.K;
+    float scale = 1, step = 1;
+    for (int64_t at = 0; at < w.K; at += unit, starts += ganged) {
+        if (at % each == 0) {
+            scale = scale_of(x + at, each);
+            *steps = step = w.span ? scale : 1.0f;
+            steps += ganged;
+        }
+        const bool fine = scale > 0;
+        const Floats by = Floats{} + (fine ? scale : 1.0f);
         const int64_t padded = blocks_of(w) * DEPTH;
         Wholes total = {};
         for (int64_t k = 0; k < padded; k += LANES, values += ganged * sizeof(V)) {
-            Floats value = some<Floats>(x + g + k, w.group - k) / by;
+            Floats value = some<Floats>(x + at + k, unit - k) / by;
             value = value > most ? most : value < -most ? -most : value;
             value = (value + magic) - magic;
             const Wholes whole = fine ? __builtin_convertvector(value, Wholes) : Wholes{};
             total += whole;
             const V found = __builtin_convertvector(whole, V);
-            for (size_t at = 0; at < sizeof(V); at += WORD)
-                std::memcpy(values + at * ganged, (const char*)&found + at, WORD);
+            for (size_t to = 0; to < sizeof(V); to += WORD)
+                std::memcpy(values + to * ganged, (const char*)&found + to, WORD);
         }
         int32_t all = 0;
         for (int lane = 0; lane < LANES; lane++) all += total[lane];
-        *sums = float(all);
         *starts = start * all;
+        float& sum = sums[at / w.group * ganged];
+        sum = at % w.group ? std::fma(float(all), step, sum) : float(all) * step;
     }
+    return w.span ? 1.0f : scale;
 }
 
 void round_gang(const float* x, const Weights& w, const Rows& rows, int64_t gang) {
     const int64_t begin = rows.first(gang), ganged = rows.first(gang + 1) - begin;
-    const int64_t at = begin * w.groups();
-    int8_t* values = rows.values + begin * rows.row_bytes;
     const auto round = rows.way.width == 1 ? round_row<Bytes> : round_row<Shorts>;
-    for (int64_t r = 0; r < ganged; r++) {
-        const float* row = x + (begin + r) * w.K;
-        const float scale = rows.scales[begin + r] = scale_of(row, w.K);
-        round(row, scale, w, ganged, values + r * WORD, rows.sums + at + r, rows.starts + at + r);
-    }
+    for (int64_t r = 0; r < ganged; r++)
+        rows.scales[begin + r] =
+            round(x + (begin + r) * w.K,
+                  w,
+                  ganged,
+                  rows.values + begin * rows.row_bytes + r * WORD,
+                  rows.starts + begin * w.units() + r,
+                  rows.sums + begin * w.groups() + r,
+                  rows.steps + begin * w.spans() + r);
 }
 
 Processor::Real reals(const void* from, bool half, int64_t at, int part) {
@@ -178,19 +191,34 @@ template <int ROWS, class Source>
 __attribute__((noinline)) void tile_products(
     const Tile& tile, const Source& source, const Rows& rows, int64_t first, float* y) {
     const Weights& w = *tile.of;
-    const int64_t groups = w.groups(), bytes = rows.row_bytes / groups;
+    const int64_t groups = w.groups(), unit = w.unit(), bytes = rows.row_bytes / w.units();
+    const int64_t each = w.span ? w.span : w.K;
     const int8_t* values = rows.values + first * rows.row_bytes;
-    const int32_t* starts = rows.starts + first * groups;
+    const int32_t* starts = rows.starts + first * w.units();
     const float* sums = rows.sums + first * groups;
+    const float* steps = rows.steps + first * w.spans();
     Sums<Processor::Real, ROWS> totals;
 #pragma GCC unroll 32
     for (int i = 0; i < Processor::PARTS * ROWS; i++)
         totals[i / ROWS][i % ROWS] = Processor::real(0.0f);
     for (int64_t g = 0; g < groups; g++) {
         const int64_t at = (tile.number * groups + g) * OUTPUTS;
-        Sums<Processor::Whole, ROWS> found;
-        source.template add_group<ROWS>(g, values + g * bytes * ROWS, starts + g * ROWS, found);
-        const auto product = [&](int part, int r) { return Processor::real(found[part][r]); };
+        Sums<Processor::Real, ROWS> inner;
+        for (int64_t k = g * w.group; k < (g + 1) * w.group; k += unit) {
+            const int64_t u = k / unit;
+            const float* const step = steps + k / each * ROWS;
+            Sums<Processor::Whole, ROWS> found;
+            source.template add_unit<ROWS>(u, values + u * bytes * ROWS, starts + u * ROWS, found);
+#pragma GCC unroll 32
+            for (int i = 0; i < Processor::PARTS * ROWS; i++) {
+                const int part = i / ROWS, r = i % ROWS;
+                const Processor::Real one = Processor::real(found[part][r]);
+                const Processor::Real by = Processor::real(step[r]);
+                inner[part][r] = k == g * w.group ? Processor::product(one, by)
+                                                  : Processor::fused(one, by, inner[part][r]);
+            }
+        }
+        const auto product = [&](int part, int r) { return inner[part][r]; };
         const auto sum = [&](int, int r) { return Processor::real(sums[g * ROWS + r]); };
         add_scaled<ROWS>(product, w.scale, w.half_scale, at, totals);
         if (w.offset) add_scaled<ROWS>(sum, w.offset, w.half_offset, at, totals);
@@ -292,12 +320,13 @@ void products(const Job* jobs, int64_t number, const Team& team) {
     // Of the calling thread: other threads' steps have their own.
     static thread_local std::vector<int8_t> values;
     static thread_local std::vector<int32_t> starts;
-    static thread_local std::vector<float> sums, scales;
+    static thread_local std::vector<float> sums, steps, scales;
     static thread_local std::vector<Rows> rows;
     static thread_local std::vector<int64_t> gangs;  // those of jobs before each
     const Weights& alike = jobs->weights;
     const Looked looked = !alike.table ? NOT : alike.books.paired ? IN_PAIRS : IN_TABLE;
-    const int64_t groups = alike.groups(), padded = groups * blocks_of(alike) * DEPTH;
+    const int64_t groups = alike.groups(), units = alike.units(), spans = alike.spans();
+    const int64_t padded = units * blocks_of(alike) * DEPTH;
     const int64_t size = tile_bytes(alike), tiles = tiles_of(alike.N);
     int64_t count = 0, bytes = 0, most = 0;
     rows.clear();
@@ -314,14 +343,16 @@ void products(const Job* jobs, int64_t number, const Team& team) {
         bytes += of.count * of.row_bytes;
     }
     values.resize(bytes);
-    starts.resize(count * groups);
+    starts.resize(count * units);
     sums.resize(count * groups);
+    steps.resize(count * spans);
     scales.resize(count);
     count = bytes = 0;
     for (Rows& of : rows) {
         of.values = values.data() + bytes;
-        of.starts = starts.data() + count * groups;
+        of.starts = starts.data() + count * units;
         of.sums = sums.data() + count * groups;
+        of.steps = steps.data() + count * spans;
         of.scales = scales.data() + count;
         count += of.count;
         bytes += of.count * of.row_bytes;

@@ -40,8 +40,13 @@ struct Weights {
     int64_t N, K, group, bits;
     bool half_scale, half_offset;
     Books books;
+    int64_t span = 0;  // values of a row of x that share a scale; 0: all
 
     int64_t groups() const { return K / group; }
+    int64_t spans() const { return span ? K / span : 1; }
+    // Values whose products are added up exactly: they share a scale here and there.
+    int64_t unit() const { return span && span < group ? span : group; }
+    int64_t units() const { return K / unit(); }
 };
 
 // A table [V, K] whose rows are looked up, in the same tiles: one that is a weight, too, is there
@@ -55,6 +60,15 @@ struct Table {
     bool half_scale, half_offset;
     Books books;
 };
+
+// A span of values that x may be rounded in with such weights. Throws for others.
+inline int64_t checked_span(int64_t span, int64_t K, int64_t group) {
+    if (span == 0) return 0;
+    want(span > 0 && K % span == 0, "spans must divide K");
+    const bool whole = span >= group ? span % group == 0 : group % span == 0 && span % 16 == 0;
+    want(whole, "spans must be of whole groups, or groups of whole spans of 16");
+    return span;
+}
 
 // y [count, N] = x [count, K] with weights. Throws for bits of which there are no tiles.
 void products(const Weights& weights, const float* x, int64_t count, float* y, const Team& team);
@@ -88,13 +102,14 @@ struct Choices {
 
 // y [count, choices, V] = products of rows with the weights of the experts that they chose, whose
 // V outputs are whole tiles: expert after expert in tiles, scales and bias [experts, V]. rounded:
-// as `products`, else as `float_products`. Throws for an expert that is not there.
+// as `products`, in spans, else as `float_products`. Throws for an expert that is not there.
 void expert_products(
     const Table& weights,
     const float* bias,
     const Choices& choices,
     const float* x,
     bool rounded,
+    int64_t span,
     float* y,
     const Team& team);
 

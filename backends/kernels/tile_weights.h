@@ -17,10 +17,10 @@ using graftwork::Weights;
 
 constexpr int WORD = 4;  // bytes of a row that are multiplied at once
 
-inline int64_t blocks_of(const Weights& w) { return blocks_of(w.group); }  // of a group
+inline int64_t blocks_of(const Weights& w) { return blocks_of(w.unit()); }  // of a unit
 
 struct Tile {
-    const uint8_t* weights;  // [groups, blocks]
+    const uint8_t* weights;  // [units, blocks]
     const Weights* of;
     int64_t number;
 };
@@ -65,8 +65,8 @@ template <class F>
 struct AsPacked {
     static constexpr int MOST = Processor::ROWS;  // rows of a gang
     static constexpr int WIDTH = 1;               // bytes of a row's value
-    const uint8_t* weights;                       // [groups, blocks]
-    int64_t blocks;                               // of a group
+    const uint8_t* weights;                       // [units, blocks]
+    int64_t blocks;                               // of a unit
     Tables tables;
 
     explicit AsPacked(const Tile& tile)
@@ -74,17 +74,17 @@ struct AsPacked {
           blocks(blocks_of(*tile.of)),
           tables(tables_of(*tile.of, tile.number)) {}
 
-    // The products of a group, added up from where the rows start.
+    // The products of a unit, added up from where the rows start.
     template <int ROWS>
-    INLINE void add_group(
-        int64_t g,
+    INLINE void add_unit(
+        int64_t u,
         const int8_t* values,
         const int32_t* starts,
         Sums<Processor::Whole, ROWS>& sums) const {
         // A sum waits for the one before it; a few rows have too few of them to fill the time.
         constexpr int CHAINS = std::max(1, std::min(STEPS, Processor::CHAINS / ROWS));
         constexpr int EACH = Processor::PARTS * ROWS;
-        const uint8_t* const block = weights + g * blocks * F::BLOCK;
+        const uint8_t* const block = weights + u * blocks * F::BLOCK;
         Sums<Processor::Whole, ROWS> chains[CHAINS];
 #pragma GCC unroll 32
         for (int i = 0; i < CHAINS * EACH; i++)
@@ -118,7 +118,7 @@ inline Line* memory_of(int64_t count) {
 template <class Format, class Many = Processor::ManyOf<Format>>
 const Line* unpacked(const Tile& tile) {
     const Tables tables = tables_of(*tile.of, tile.number);
-    const int64_t blocks = tile.of->groups() * blocks_of(*tile.of);
+    const int64_t blocks = tile.of->units() * blocks_of(*tile.of);
     Line* const lines = memory_of(blocks * STEPS * Many::WIDTH);
     for (int64_t b = 0; b < blocks; b++) {
         const uint8_t* const block = tile.weights + b * Format::BLOCK;
@@ -141,16 +141,16 @@ const Line* unpacked(const Tile& tile) {
 template <class Many>
 struct Unpacked {
     static constexpr int MOST = Processor::MANY_ROWS;
-    const Line* lines;  // [groups, each]
+    const Line* lines;  // [units, each]
     int64_t each, limit;
 
     template <int ROWS>
-    INLINE void add_group(
-        int64_t g,
+    INLINE void add_unit(
+        int64_t u,
         const int8_t* values,
         const int32_t* starts,
         Sums<Processor::Whole, ROWS>& found) const {
-        const Line* const first = lines + g * each;
+        const Line* const first = lines + u * each;
         multiply<ROWS>(first, std::min(limit, each), values, found);
         const auto start = [&](int, int r) { return Processor::whole(starts[r]); };
         add<ROWS>(start, found);

@@ -292,7 +292,7 @@ def _no_quantized_ops() -> str:
         }
         constants = [_constant(name, tensor.numpy()) for name, tensor in with_tiles.items()]
         given = oir.val("x", oir.DataType.FLOAT, list(x.shape))
-        sizes = {"bits": 4, "group": 16, "N": outputs}
+        sizes = {"bits": 4, "group": 16, "span": 0, "N": outputs}
         node = oir.node("QuantizedLinear", [given, *constants], sizes, domain=OWN)
         model = _model([node], [given], constants, oir.DataType.FLOAT, [rows, outputs])
         got = _run(model, {"x": x.numpy()}, Target(), own_ops=True)[0]

@@ -110,6 +110,7 @@ def quantized_moe(
     limit: float | None,
     alpha: float | None,
     rounded: bool,
+    span: int,
 ) -> Any:
     """In models for others: with rounded activations products of bytes, where weights are bytes by
     row; else the float kernel, with values worked out when the model is stored."""
@@ -120,7 +121,7 @@ def quantized_moe(
         for part, bias in zip(parts, biases, strict=True)
     )
     exact = first.is_bytes_by_row and second.is_bytes_by_row and not (e.cuda or e.qdq)
-    if rounded and exact:
+    if rounded and exact and not span:
         e.ran["experts", bits, "MatMulIntegerToFloat" if e.contrib else "MatMulInteger"] += 1
         gate = Gate(activation, limit, alpha)
         result = byte_experts(e, e.cast(x, F32), experts, weights, (first, second), gate)
@@ -150,6 +151,7 @@ def quantized_experts(
     bits: int,
     group: int,
     rounded: bool,
+    span: int,
 ) -> Any:
     stack = stored_parts(weight, scale, offset)[:3]
     laid = tiles.tiled_experts(*stack, bits=bits, group=group)
@@ -167,6 +169,7 @@ def quantized_experts(
         N=laid.outputs,
         E=stack[0].type.shape[0],
         rounded=int(rounded),
+        span=span,
     )
     return e.cast(result, e.dtype(), torch.float32)
 

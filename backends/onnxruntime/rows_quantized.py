@@ -7,12 +7,12 @@ no compiler, kernels of ONNX Runtime do.
 Eight bits with one scale a row are a product of bytes (see `byte_products`), which is the meaning
 but for the order of its factors. What else MatMulNBits takes, it multiplies; everything else is a
 float product with the weight's values, worked out when the model is stored. Rounded activations:
-MatMulNBits rounds them to int8 by row and block of the weight, the op's meaning by row, so the two
-differ by what rounding costs; sums are exact in both. A row must have the same bits whatever is
-beside it, and not every block size of the kernel sees to that: the largest that does is used, with
-scales repeated (see `probe`). The kernel is slow with zero points that are not whole, so offsets
-are a float product of their own, with the sums of each group's activations; that, and float
-products of rounded rows, take a lone row twice.
+MatMulNBits rounds them to int8 by row and block of the weight. That is the op's meaning where runs
+of a row are as long as a block; else the two differ by what rounding costs. Sums are exact in both.
+A row must have the same bits whatever is beside it, and not every block size of the kernel sees to
+that: the largest that does is used, with scales repeated (see `probe`). The kernel is slow with
+zero points that are not whole, so offsets are a float product of their own, with the sums of each
+group's activations; that, and float products of rounded rows, take a lone row twice.
 
 CUDA's MatMulNBits multiplies activations as they are, in the program's own dtype: what is rounded
 on the CPU for the sake of its kernels is not rounded there.
@@ -249,6 +249,7 @@ def quantized_linear(
     bits: int,
     group: int,
     rounded: bool,
+    span: int,
 ) -> Any:
     parts = stored_parts(weight, scale, offset, codebook)
     stored = _Stored(*parts, bits, group)
@@ -258,13 +259,13 @@ def quantized_linear(
     if e.native and not quantized_ops_available():
         e.ran["product", bits, tiles.kernel_name()] += 1
         result = rows_tiles.quantized_linear(
-            e, wide, parts, added, bits=bits, group=group, rounded=rounded
+            e, wide, parts, added, bits=bits, group=group, rounded=rounded, span=span
         )
         return e.cast(result, e.dtype(), F32)
     dims = type_of(x).dims
     kernel = DECOMPOSED
-    chosen = None if e.qdq or not e.contrib else next(_fitting(e, stored, rounded), None)
-    if rounded and stored.is_bytes_by_row and not e.qdq:
+    chosen = None if e.qdq or not e.contrib else next(_fitting(e, stored, rounded, span), None)
+    if rounded and not span and stored.is_bytes_by_row and not e.qdq:
         result = byte_product(e, wide, stored.weight, stored.scale)
         kernel = "MatMulIntegerToFloat" if e.contrib else "MatMulInteger"
     elif chosen is not None:
@@ -274,6 +275,8 @@ def quantized_linear(
             sums = _group_sums(e, wide, dims, group)
             shifts = e.weight(stored.shifts())
             result = e.op("Add", result, _float(e, sums, dims, shifts, rounded))
+    elif rounded and span:
+        result = _float(e, _in_spans(e, wide, len(dims), span), dims, _values(e, stored), rounded)
     elif rounded:
         values, row_scale = quantized_rows(e, wide)
         steps = e.op("Sub", e.cast(values, F32, U8), e.const(float(ZERO), F32))
@@ -284,6 +287,18 @@ def quantized_linear(
     if added is not None:
         result = e.op("Add", result, added)
     return e.cast(result, e.dtype(), F32)
+
+
+def _in_spans(e: Emitter, x: oir.Value, axes: int, span: int) -> Any:
+    """f32 x [...,K] with runs of `span` values rounded to 127 steps each of their largest."""
+    kept = [0] * (axes - 1)
+    runs = e.op("Reshape", x, e.const([*kept, -1, span], torch.int64))
+    largest = e.op("ReduceMax", e.op("Abs", runs), e.const([-1], torch.int64), keepdims=1)
+    step = e.op("Div", largest, e.const(127.0, F32))
+    zero = e.op("Equal", step, e.const(0.0, F32))
+    by = e.op("Where", zero, e.const(1.0, F32), step)
+    rounded = e.op("Mul", e.op("Round", e.op("Div", runs, by)), by)
+    return e.op("Reshape", rounded, e.const([*kept, -1], torch.int64))
 
 
 def _on_cuda(e: Emitter, x: oir.Value, stored: _Stored, bias: oir.Value | None) -> Any:
@@ -305,14 +320,15 @@ def _on_cuda(e: Emitter, x: oir.Value, stored: _Stored, bias: oir.Value | None) 
     return e.cast(result, e.dtype(), F32)
 
 
-def _fitting(e: Emitter, stored: _Stored, rounded: bool) -> Iterator[tuple[int, int]]:
+def _fitting(e: Emitter, stored: _Stored, rounded: bool, span: int) -> Iterator[tuple[int, int]]:
     """Bits and blocks in which MatMulNBits does what is asked, the best first."""
+    most = span or max(BLOCKS)  # it rounds activations by block
     least = stored.bits if stored.codebook is None else 8
     if stored.codebook is not None and not rounded:
         return  # its entries need not be whole
     # A model for others is to be small; here float products of 2 and 8 bits are faster as floats.
     for bits in (b for b in (ROUNDED if rounded or e.standard else FLOAT) if b >= least):
-        for block in (b for b in BLOCKS if stored.group % b == 0):
+        for block in (b for b in BLOCKS if b <= most and stored.group % b == 0):
             # A model for others to run cannot know their processors; one that is to verify drafts
             # is at least exact on this one.
             if (

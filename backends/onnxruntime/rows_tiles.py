@@ -30,6 +30,7 @@ def quantized_linear(
     bits: int,
     group: int,
     rounded: bool,
+    span: int = 0,
 ) -> Any:
     """`graftwork.quantized_linear` of x f32[..., K], bias f32[N]: f32[..., N].
 
@@ -38,7 +39,9 @@ def quantized_linear(
     """
     lay_out = tiles.tiled if rounded else tiles.tiled_table
     laid = lay_out(*parts, bits=bits, group=group)
-    return _node(e, "QuantizedLinear" if rounded else "FloatLinear", x, laid, bias)
+    if rounded:
+        return _node(e, "QuantizedLinear", x, laid, bias, span=span)
+    return _node(e, "FloatLinear", x, laid, bias)
 
 
 def quantized_embedding(e: Emitter, ids: oir.Value, parts: Parts, *, bits: int, group: int) -> Any:
@@ -47,6 +50,9 @@ def quantized_embedding(e: Emitter, ids: oir.Value, parts: Parts, *, bits: int, 
     return _node(e, "QuantizedEmbedding", ids, laid)
 
 
-def _node(e: Emitter, op: str, x: oir.Value, laid: tiles.Tiled, *bias: oir.Value | None) -> Any:
+def _node(
+    e: Emitter, op: str, x: oir.Value, laid: tiles.Tiled, *bias: oir.Value | None, **options: int
+) -> Any:
     values = [None if part is None else e.weight(part) for part in laid.parts]
-    return e.own(op, x, *values, *bias, bits=laid.bits, group=laid.group, N=laid.outputs)
+    options |= {"bits": laid.bits, "group": laid.group, "N": laid.outputs}
+    return e.own(op, x, *values, *bias, **options)

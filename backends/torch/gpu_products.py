@@ -19,7 +19,7 @@ from ...ir import InputError, Program
 from ...ir.execution.executable import KernelUse
 from ...ir.ops import all_ops
 from ...ir.ops.numerics import check_bits, dequantize
-from ...ir.ops.quantized import round_rows
+from ...ir.ops.quantized import round_rows, round_spans
 from ..cuda_blocks import Units, units
 from ..kernel_uses import decomposed, uses
 
@@ -77,10 +77,14 @@ def quantized_linear(
     bits: int,
     group: int,
     rounded: bool = True,
+    span: int = 0,
 ) -> Tensor:
     """`graftwork.quantized_linear`; where there are several tokens, products are of the dtype of x
     and their sums float32."""
-    check_quantized_linear(x, weight, scale, offset, codebook, bias, bits, group)
+    check_quantized_linear(x, weight, scale, offset, codebook, bias, bits, group, span)
+    if rounded and span:  # the kernel of bytes has one scale a row
+        steps, by = round_spans(x, span)
+        x, rounded = (steps * by.repeat_interleave(span, -1)).to(x.dtype), False
     tokens, columns, outputs = x.shape[:-1].numel(), x.shape[-1], weight.shape[0]
     how = units(bits, group, columns)
     steps, row_scale = round_rows(x) if rounded else (x, None)
@@ -184,7 +188,7 @@ def _planned(
     tokens = x.shape[1]
     like = torch.empty((tokens, columns), device="meta")
     book = codebook.float() if few and codebook is not None else codebook
-    check_quantized_linear(like, weight, scale, offset, book, None, bits, group)
+    check_quantized_linear(like, weight, scale, offset, book, None, bits, group, 0)
     how = units(bits, group, columns)
     if how is None:
         raise InputError(f"graftwork_gpu.few_bits: no units hold {bits} bits in groups of {group}")

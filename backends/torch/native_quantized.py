@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from ...ir import InputError
 from ...ir.ops.numerics import entries_for
 from ...ir.ops.operands import Operands
-from ...ir.ops.quantized import half_or_float
+from ...ir.ops.quantized import check_span, half_or_float
 from .. import tiles
 from ..cached_library import SHARED
 from .native import F32, Kernel, native_op
@@ -34,74 +33,94 @@ def _fit_books(
     tiles.check_books(count, given.sizes["N"])
 
 
-def _product(rounded: bool) -> Callable[..., Tensor]:
+def _product(op: str, x: Tensor, *operands: Any) -> Tensor:
     """What a product of rows with a weight in tiles returns. It checks the operands; L is the
     outputs of a tile."""
-    op = "quantized_linear" if rounded else "float_linear"
-
-    def made(
-        x: Tensor,
-        packed: Tensor,
-        scale: Tensor,
-        offset: Tensor | None,
-        book: Tensor | None,
-        bias: Tensor | None,
-        bits: int,
-        group: int,
-        outputs: int,
-    ) -> Tensor:
-        given = Operands(op)
-        given.fit_rows("x", x, "K", F32)
-        if outputs < 0:
-            raise InputError(f"{op}: there are no {outputs} outputs")
-        layout = tiles.Layout(outputs, given.sizes["K"], bits, group)
-        given.sizes.update(N=outputs, T=layout.tiles, G=layout.groups, B=layout.group_bytes)
-        given.sizes.update(L=tiles.OUTPUTS, Q=1 << bits)
-        given.fit("packed", packed, "TGB", torch.uint8)
-        given.fit("scale", scale, "TGL", half_or_float(scale))
-        given.fit("offset", offset, "TGL", half_or_float(offset))
-        given.fit("bias", bias, "N", F32)
-        if rounded:
-            _fit_books(given, "table", book, torch.int8, tiles.OUTPUTS)
-        else:
-            _fit_books(given, "codebook", book, F32, 1 << bits)
-        if book is not None and offset is not None:
-            raise InputError(f"{op}: a {'table' if rounded else 'codebook'} goes with no offset")
-        if book is not None and rounded and bits > tiles.MOST_LOOKED_UP:
-            raise InputError(
-                f"{op}: a table goes with at most {tiles.MOST_LOOKED_UP} bits, got {bits} bits"
-            )
-        return x.new_empty((*x.shape[:-1], outputs))
-
-    return made
+    packed, scale, offset, book, bias, bits, group, outputs = operands
+    rounded, given = op == "quantized_linear", Operands(op)
+    given.fit_rows("x", x, "K", F32)
+    if outputs < 0:
+        raise InputError(f"{op}: there are no {outputs} outputs")
+    layout = tiles.Layout(outputs, given.sizes["K"], bits, group)
+    given.sizes.update(N=outputs, T=layout.tiles, G=layout.groups, B=layout.group_bytes)
+    given.sizes.update(L=tiles.OUTPUTS, Q=1 << bits)
+    given.fit("packed", packed, "TGB", torch.uint8)
+    given.fit("scale", scale, "TGL", half_or_float(scale))
+    given.fit("offset", offset, "TGL", half_or_float(offset))
+    given.fit("bias", bias, "N", F32)
+    if rounded:
+        _fit_books(given, "table", book, torch.int8, tiles.OUTPUTS)
+    else:
+        _fit_books(given, "codebook", book, F32, 1 << bits)
+    if book is not None and offset is not None:
+        raise InputError(f"{op}: a {'table' if rounded else 'codebook'} goes with no offset")
+    if book is not None and rounded and bits > tiles.MOST_LOOKED_UP:
+        raise InputError(
+            f"{op}: a table goes with at most {tiles.MOST_LOOKED_UP} bits, got {bits} bits"
+        )
+    return x.new_empty((*x.shape[:-1], outputs))
 
 
-@native_op(_product(rounded=True))
+def _quantized_linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    table: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group: int,
+    outputs: int,
+    span: int = 0,
+) -> Tensor:
+    result = _product(
+        "quantized_linear", x, packed, scale, offset, table, bias, bits, group, outputs
+    )
+    check_span("quantized_linear", span, x.shape[-1], group)
+    return result
+
+
+def _float_linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    codebook: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group: int,
+    outputs: int,
+) -> Tensor:
+    return _product("float_linear", x, packed, scale, offset, codebook, bias, bits, group, outputs)
+
+
+@native_op(_quantized_linear)
 def quantized_linear(result: Tensor, *operands: Any) -> None:
     """`graftwork.quantized_linear`, rounded, of rows f32[..., K]: f32[..., N], the weight in tiles.
 
-    packed, scale, offset, book: as `tiles` makes them, scale and offset in float16 or float32,
-    their values for bits of the layout, the book a table; bias f32[N]; outputs: N.
+    packed, scale, offset, table: as `tiles` makes them, scale and offset in float16 or float32,
+    their values for bits of the layout; bias f32[N]; outputs: N.
     """
-    _multiply(True, result, *operands)
+    *given, span = (*operands, 0)[:10]  # torch leaves out what is as usual
+    _multiply(True, span, result, *given)
 
 
-@native_op(_product(rounded=False))
+@native_op(_float_linear)
 def float_linear(result: Tensor, *operands: Any) -> None:
     """`graftwork.quantized_linear`, not rounded, of rows f32[..., K]: f32[..., N].
 
-    packed, scale, offset, book: as `tiles.tiled_table` makes them; bias f32[N]; outputs: N.
+    packed, scale, offset, codebook: as `tiles.tiled_table` makes them; bias f32[N]; outputs: N.
     Sums are taken in one order: a row has the same bits whatever is beside it.
     """
-    _multiply(False, result, *operands)
+    _multiply(False, 0, result, *operands)
 
 
-def _multiply(rounded: bool, result: Tensor, *operands: Any) -> None:
+def _multiply(rounded: bool, span: int, result: Tensor, *operands: Any) -> None:
     x, packed, scale, offset, book, bias, bits, group, outputs = operands
     sizes = x.shape[:-1].numel(), outputs, x.shape[-1], group, bits
     how = _is_half(scale), _is_half(offset), *tiles.books_of(book)
     tensors = x, packed, scale, offset, book, bias, result
-    product_kernel(*tensors, *sizes, *how, rounded, torch.get_num_threads())
+    product_kernel(*tensors, *sizes, *how, rounded, span, torch.get_num_threads())
 
 
 def _quantized_experts(
@@ -115,6 +134,7 @@ def _quantized_experts(
     group: int,
     outputs: int,
     rounded: bool,
+    span: int = 0,
 ) -> Tensor:
     given = Operands("quantized_experts")
     given.fit("experts", experts, "NC", torch.int64)
@@ -129,6 +149,7 @@ def _quantized_experts(
     layout = tiles.Layout(packed.shape[0] * tiles.OUTPUTS, given.sizes["K"], bits, group)
     given.sizes.update(T=layout.tiles, G=layout.groups, B=layout.group_bytes, L=tiles.OUTPUTS)
     given.sizes.update(E=layout.outputs // outputs, R=outputs)
+    check_span("quantized_experts", span, given.sizes["K"], group)
     given.fit("packed", packed, "TGB", torch.uint8)
     given.fit("scale", scale, "TGL", half_or_float(scale))
     given.fit("offset", offset, "TGL", half_or_float(offset))
@@ -137,16 +158,17 @@ def _quantized_experts(
 
 
 @native_op(_quantized_experts)
-def quantized_experts(result: Tensor, *operands: Any) -> None:
+def quantized_experts(result: Tensor, *given: Any) -> None:
     """`graftwork.quantized_experts` of x f32[N,K] or f32[N,C,K] and experts i64[N,C]: f32[N,C,R].
 
     packed, scale, offset: as `tiles.tiled_experts` makes them; bias f32[E,R]; outputs: R. Errors:
     `InputError` for an expert that is not in 0..E-1.
     """
-    x, experts, packed, scale, offset, bias, bits, group, outputs, rounded = operands
+    *operands, rounded, span = (*given, 0)[:11]  # as above
+    x, experts, packed, scale, offset, bias, bits, group, outputs = operands
     count = packed.shape[0] * tiles.OUTPUTS // outputs
     sizes = *experts.shape, x.dim() == 3, count, outputs, x.shape[-1], group, bits
-    how = _is_half(scale), _is_half(offset), rounded
+    how = _is_half(scale), _is_half(offset), rounded, span
     tensors = x, experts, packed, scale, offset, bias, result
     quantized_experts_kernel(*tensors, *sizes, *how, torch.get_num_threads())
 

@@ -87,9 +87,12 @@ def _lay_out(fn: Function, weights: WeightStore) -> tuple[int, WeightStore]:
         weights = weights.adding(*filter(None, known))
         kernel = native_quantized.LINEAR if rounded else native_quantized.FLOAT_LINEAR
         read, bias = (node.args[0], torch.float32), [(given.get("bias"), torch.float32)]
+        sizes = [laid.bits, laid.group, laid.outputs]
         if looks_up:
             kernel, read, bias = native_quantized.EMBEDDING, (node.args[0], torch.int64), []
-        _call(fn, node, kernel, [read], known, bias, (laid.bits, laid.group, laid.outputs))
+        elif rounded:
+            sizes.append(given["span"])
+        _call(fn, node, kernel, [read], known, bias, sizes)
         count += 1
     sweep(fn)
     return count, weights
@@ -110,8 +113,9 @@ def _lay_out_experts(fn: Function, weights: WeightStore) -> tuple[int, WeightSto
         weights = weights.adding(*filter(None, known))
         read = [(given["x"], torch.float32), (given["experts"], torch.int64)]
         bias, sizes = [(given["bias"], torch.float32)], (laid.bits, laid.group, laid.outputs)
+        rounding = given["rounded"], given["span"]
         kernel = native_quantized.EXPERTS
-        _call(fn, node, kernel, read, known, bias, (*sizes, given["rounded"]))
+        _call(fn, node, kernel, read, known, bias, (*sizes, *rounding))
     return len(mixtures), weights
 
 
@@ -129,7 +133,7 @@ def _call(
     read: Sequence[tuple[Any, torch.dtype]],
     laid: Sequence[Weight | None],
     bias: Sequence[tuple[Any, torch.dtype]],
-    sizes: tuple[int, ...],
+    sizes: Sequence[int],
 ) -> None:
     """Put the call of a kernel in a node's place. read, bias: values before and behind the weight's
     parts, and the dtypes in which kernels take them."""

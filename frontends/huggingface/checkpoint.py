@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -273,7 +273,7 @@ class Checkpoint:
         their own, or a rule that does not leave rows as they are."""
         known = [self.kept.get(held.name) for _, held in recipe.parts]
         stored = [part for part in known if part is not None]
-        formats = {(part.numeric, part.rounded) for part in stored}
+        formats = {(part.numeric, part.rounded, part.span) for part in stored}
         plain = all(part.codebook is None and part.order is None for part in stored)
         expected = TensorType.of(self.expected[name])
         if len(stored) < len(known) or len(formats) != 1 or not plain or len(expected.dims) != 3:
@@ -301,7 +301,8 @@ class Checkpoint:
             parts[field_] = Weight(f"{name}.{field_}", made, Call(stacked))
         weight, scales = parts["weight"], parts["scale"]
         assert weight is not None and scales is not None
-        return StoredWeight(numeric, weight, scales, parts["offset"], rounded=stored[0].rounded)
+        made = StoredWeight(numeric, weight, scales, parts["offset"])
+        return replace(made, rounded=stored[0].rounded, span=stored[0].span)
 
     def _check_rows(self, name: str) -> None:
         module = self.twin.get_submodule(name.rpartition(".")[0])

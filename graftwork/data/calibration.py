@@ -54,13 +54,19 @@ def check_data(recipe: Recipe, data: Prompts | None, validate: bool) -> None:
             f"recipe {recipe.name!r} needs data= (--data: texts, token ids, or a file or folder of "
             f"texts, like those that the model will see)"
         )
-    if data is not None and not validate and not recipe.reads_text:
+    if data is not None and not validate and not recipe.takes_text:
         raise InputError(
             f"data= is given, but recipe {recipe.name!r} uses none; "
             f"add validate=True to check the passes' contracts on it, or leave it out"
         )
     if data is not None:
-        (check_documents if recipe.reads_text else check_file)(data)
+        (check_documents if calibrates(recipe, validate) else check_file)(data)
+
+
+def calibrates(recipe: Recipe, validate: bool) -> bool:
+    """Whether data is text to learn from: a recipe that only does better with some leaves it to
+    the check of contracts."""
+    return recipe.reads_text or (recipe.takes_text and not validate)
 
 
 def check_documents(data: Prompts) -> None:
@@ -95,7 +101,7 @@ def check_text(recipes: Sequence[Recipe], text: Prompts | None) -> None:
             f"recipe {reading[0]!r} calibrates: give text= (--text: texts, token ids, or a file or "
             f"folder of texts, like those that the model will see)"
         )
-    if not reading and text is not None:
+    if text is not None and not any(recipe.takes_text for recipe in recipes):
         names = ", ".join(repr(recipe.name) for recipe in recipes)
         raise InputError(
             f"text to calibrate on is given, but of the recipes {names} none calibrates"

@@ -212,7 +212,7 @@ class _Checkpoint(Parameters):
             for part in self.parts(rows.node, "")
         ]
         group = 0 if given["group"] == type.dims[1] else given["group"]
-        scheme = Scheme(given["bits"], group, parts[2] is None, bool(given["rounded"]))
+        scheme = Scheme(given["bits"], group, parts[2] is None, given["rounded"], given["span"])
         self.schemes[owner] = scheme
         name = self.names.of(f"{owner}.weight").removesuffix(".weight")
         yield from stored(name, parts, scheme.bits, scheme.format == BYTES, type.shape)
@@ -233,7 +233,9 @@ class _Checkpoint(Parameters):
         group = given["group" if stack == "gate_up" else "down_group"]
         stacked = self.parts(node, stack)
         by_channel = 0 if group == columns else group
-        scheme = Scheme(given["bits"], by_channel, stacked[2] is None, bool(given["rounded"]))
+        scheme = Scheme(
+            given["bits"], by_channel, stacked[2] is None, given["rounded"], given["span"]
+        )
         for piece in pieces:
             module = piece.name.removesuffix(".weight")
             self.schemes[module] = scheme

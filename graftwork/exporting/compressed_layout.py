@@ -22,12 +22,13 @@ PACKED, BYTES = "pack-quantized", "int-quantized"
 @dataclass(frozen=True)
 class Scheme:
     """A quantization scheme of the format. group: group size, 0 for one scale per row. rounded:
-    activations are quantized to int8 by token."""
+    activations are quantized to int8, in groups of `span` values, 0 for one scale per token."""
 
     bits: int
     group: int
     symmetric: bool
     rounded: bool
+    span: int
 
     @property
     def format(self) -> str:
@@ -40,8 +41,9 @@ class Scheme:
         weights["symmetric"] = self.symmetric
         weights["strategy"] = "group" if self.group else "channel"
         weights["group_size"] = self.group or None
-        token = {"num_bits": 8, "type": "int", "dynamic": True, "symmetric": True}
-        inputs = {**token, "strategy": "token"} if self.rounded else None
+        given = {"num_bits": 8, "type": "int", "dynamic": True, "symmetric": True}
+        parts = {"strategy": "group", "group_size": self.span} if self.span else {}
+        inputs = {**given, "strategy": "token", **parts} if self.rounded else None
         return {
             "targets": targets,
             "weights": weights,

@@ -199,9 +199,10 @@ class Numeric:
     def steps(self, values: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
         """The nearest stored values, f32 integers in 0..2^bits-1."""
         moved = values if offset is None else values - offset.float()
-        steps: Tensor = torch.round(moved / scale.float())
-        middle = 2 ** (self.bits - 1) if offset is None else 0
-        return (steps + middle).clamp(0, 2**self.bits - 1)
+        steps = (moved / scale.float()).round_()
+        if offset is None:
+            steps += 2 ** (self.bits - 1)
+        return steps.clamp_(0, 2**self.bits - 1)
 
     def values(self, steps: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
         """Dequantized values; the reverse of `steps`; not for codebooks."""

@@ -24,6 +24,13 @@ _EXACT = 512
 sums this many of them exactly."""
 
 
+def round_spans(x: Tensor, span: int) -> tuple[Tensor, Tensor]:
+    """(integer f32 values [...,K], f32 scales [...,K/span]): `round_rows` of each run of `span`
+    values of a row."""
+    steps, scale = round_rows(x.unflatten(-1, (-1, span)))
+    return steps.flatten(-2), scale.squeeze(-1)
+
+
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """(integer f32 values [...,K], f32 scale [...,1]) with x ~ values * scale, over the last axis.
 
@@ -47,6 +54,30 @@ def check_sizes(given: Operands, columns: int, bits: int, group: int, axes: str 
         )
     sizes = columns, columns * bits // 8, columns // group
     given.sizes |= {axes[0]: sizes[0], axes[1]: sizes[1], axes[2]: sizes[2]}
+
+
+def check_span(op: str, span: int, columns: int, group: int) -> None:
+    """Errors: `InputError` for spans of activations that `columns`, or a weight's groups, are no
+    multiple of, nor they of groups."""
+    if span < 0 or (span and misfit(span, columns, group)):
+        raise InputError(
+            f"{op}: span={span}: expected 0 (a row), or a part of {columns} columns that is a "
+            f"multiple of group={group}, or divides it and is a multiple of 16"
+        )
+
+
+def rounding(rounded: bool, span: int, *sizes: tuple[int, int]) -> dict[str, bool | int]:
+    """Options of a product whose activations are rounded in spans, where its sizes, columns and
+    groups, have them, else by row; or not rounded."""
+    if not rounded:
+        return {"rounded": False}
+    return {"span": span} if span and not any(misfit(span, *pair) for pair in sizes) else {}
+
+
+def misfit(span: int, columns: int, group: int) -> bool:
+    """Whether a row of so many columns, of weights in such groups, has no spans of this size."""
+    part = span % group == 0 if span >= group else group % span == 0 and span % 16 == 0
+    return columns % span != 0 or not part
 
 
 def _stored(rows: int, columns: int, bits: int, group: int, affine: bool) -> tuple[Tensor, ...]:
@@ -74,6 +105,8 @@ def _samples() -> Iterator[Sample]:
     plain = _stored(6, 16, 4, 8, True)
     bias = torch.randn(6)
     yield (torch.randn(2, 3, 16), *plain, None, bias), {**options, "rounded": False}
+    yield (torch.randn(2, 3, 16), *plain, None, bias), {**options, "span": 16}
+    yield (torch.randn(3, 64), *_stored(6, 64, 8, 64, True)), {"bits": 8, "group": 64, "span": 32}
 
 
 def _check_stored(
@@ -119,8 +152,10 @@ def _check_linear(
     codebook: Tensor | None,
     bits: int,
     group: int,
+    span: int,
 ) -> None:
     check_sizes(given, given.sizes["K"], bits, group)
+    check_span(given.op, span, given.sizes["K"], group)
     _check_stored(given, weight, scale, offset, codebook, bits, pairs=True)
 
 
@@ -146,6 +181,7 @@ def quantized_linear(
     bits: int,
     group: int,
     rounded: bool = True,
+    span: int = 0,
 ) -> Tensor:
     """A linear layer with a quantized weight: x times the transposed weight, plus bias.
 
@@ -160,25 +196,31 @@ def quantized_linear(
     rounded: row r is quantized, s = max|x_r| / 127 (1 for a row of zeros), a = round(x_r / s), half
     to even. Sums of a group are exact. Groups are added in float32, ascending, each with one
     rounding: y = fma(sum of a * level, scale, y), then with an offset y = fma(sum of a, offset, y).
-    The result is y * s + bias. Codebooks hold integers in -127..127. Not rounded: the product in
-    float32 with the dequantized weight.
+    The result is y * s + bias. span: so many values of a row share an s, not all. Then a group's
+    sums are those of its parts that share one, each times its s: z = fma(sum, s, z), ascending, the
+    first rounded as a product; and the result is y + bias. Codebooks hold integers in -127..127.
+    Not rounded: the product in float32 with the dequantized weight.
     Source: Dettmers et al., "QLoRA" (2023) for groups; Yao et al., "ZeroQuant" (2022) for rows.
     """
     if not rounded:
         values = dequantize(weight, scale, offset, codebook, bits=bits)
         wide = None if bias is None else bias.float()
         return torch.nn.functional.linear(x.float(), values, wide).to(x.dtype)
-    steps, row_scale = round_rows(x)
+    steps, row_scale = round_spans(x, span or x.shape[-1])
     values = levels(weight, offset, codebook, bits=bits)
-    total = torch.zeros((), device=x.device)
+    total, zero = torch.zeros((), device=x.device), torch.zeros((), device=x.device)
+    unit = min(span or group, group)
     for place in range(scale.shape[1]):
-        part = slice(place * group, (place + 1) * group)
-        summed = _exact_sums(steps[..., part], values[:, part])
+        summed, count = zero, zero
+        for start in range(place * group, (place + 1) * group, unit):
+            part = slice(start, start + unit)
+            own = row_scale[..., start // span, None] if span else torch.ones_like(zero)
+            summed = fused_multiply_add(_exact_sums(steps[..., part], values[:, part]), own, summed)
+            count = fused_multiply_add(steps[..., part].sum(-1, keepdim=True), own, count)
         total = fused_multiply_add(summed, scale[:, place].float(), total)
         if offset is not None:
-            count = steps[..., part].sum(-1, keepdim=True)
             total = fused_multiply_add(count, offset[:, place].float(), total)
-    result = total * row_scale
+    result = total if span else total * row_scale
     return (result if bias is None else result + bias.float()).to(x.dtype)
 
 

@@ -17,7 +17,7 @@ from .mlp import check_activation
 from .moe import gated
 from .numerics import Numeric, check_bits
 from .operands import Operands
-from .quantized import check_sizes, half_or_float, quantized_linear
+from .quantized import check_sizes, check_span, half_or_float, quantized_linear
 
 
 def _stacks(experts: int, rows: int, columns: int, numeric: Numeric) -> tuple[Tensor | None, ...]:
@@ -67,8 +67,10 @@ def _check_experts(
     offset: Tensor | None,
     bits: int,
     group: int,
+    span: int,
 ) -> None:
     given.fit("x", x, "NK" if x.dim() == 2 else "NCK")
+    check_span(given.op, span, given.sizes["K"], group)
     _fit_stack(given, "weight", (weight, scale, offset), bits, group, "ERKPU")
 
 
@@ -89,6 +91,7 @@ def quantized_experts(
     bits: int,
     group: int,
     rounded: bool = True,
+    span: int = 0,
 ) -> Tensor:
     """Each row times the quantized weights of its chosen experts: [N,C,R].
 
@@ -96,15 +99,16 @@ def quantized_experts(
     bits=4, group=32)``
 
     x [N,K], or [N,C,K] with a row for each choice; experts i64[N,C] in 0..E-1; weight
-    u8[E,R,K*bits/8], scale and offset f32|f16[E,R,K/group], bias [E,R]; bits, group and rounded as
-    in `quantized_linear`, whose result each is.
+    u8[E,R,K*bits/8], scale and offset f32|f16[E,R,K/group], bias [E,R]; bits, group, rounded
+    and span as in `quantized_linear`, whose result each is.
     """
     rows = x if x.dim() == 3 else x.unsqueeze(1).expand(*experts.shape, x.shape[1])
     found = x.new_zeros((*experts.shape, weight.shape[1]))
     for expert in range(weight.shape[0]):
         parts = (None if part is None else part[expert] for part in (weight, scale, offset))
         own = None if bias is None else bias[expert]
-        of_it = quantized_linear(rows, *parts, None, own, bits=bits, group=group, rounded=rounded)
+        options = {"bits": bits, "group": group, "rounded": rounded, "span": span}
+        of_it = quantized_linear(rows, *parts, None, own, **options)
         found = torch.where((experts == expert).unsqueeze(-1), of_it, found)
     return found
 
@@ -117,6 +121,7 @@ def _samples() -> Iterator[Sample]:
         (1, (), {}),
         (5, biases, {"limit": 1.0, "alpha": 1.702}),
         (3, (), {"activation": "gelu", "rounded": False}),
+        (2, biases, {"span": 16}),
     ):
         experts = torch.stack([torch.randperm(4)[:2] for _ in range(rows)])
         x, weights = torch.randn(rows, 16), torch.rand(rows, 2)
@@ -136,6 +141,7 @@ def _check(
     group: int,
     down_group: int,
     alpha: float | None,
+    span: int,
 ) -> None:
     if alpha is None:
         check_activation(activation)
@@ -144,6 +150,8 @@ def _check(
         raise InputError(f"{given.op}: gate_up must have 2F rows, got {given.sizes['G']}")
     given.sizes["F"] = given.sizes["G"] // 2
     _fit_stack(given, "down", (down, down_scale, down_offset), bits, down_group, "EHFQV")
+    check_span(given.op, span, given.sizes["H"], group)
+    check_span(given.op, span, given.sizes["F"], down_group)
 
 
 @op(
@@ -172,6 +180,7 @@ def quantized_moe(
     limit: float | None = None,
     alpha: float | None = None,
     rounded: bool = True,
+    span: int = 0,
 ) -> Tensor:
     """`moe` with quantized weights.
 
@@ -182,11 +191,11 @@ def quantized_moe(
     x [N,H]; experts i64[N,C] in 0..E-1; weights [N,C]; gate_up u8[E,2F,H*bits/8] with gate_up_scale
     and gate_up_offset f32|f16[E,2F,H/group]; down u8[E,H,F*bits/8] with down_scale and down_offset
     [E,H,F/down_group]; gate_up_bias [E,2F] and down_bias [E,H], activation, limit and alpha as in
-    `moe`; bits and rounded as in `quantized_linear`.
+    `moe`; bits, rounded and span as in `quantized_linear`.
     Source: Shazeer et al., "Outrageously Large Neural Networks" (2017); for experts in few bits,
     Kim et al., "Mixture of Quantized Experts (MoQE)" (2023).
     """
-    given = {"bits": bits, "rounded": rounded}
+    given = {"bits": bits, "rounded": rounded, "span": span}
     product = torch.ops.graftwork.quantized_experts
     first = (x, experts, gate_up, gate_up_scale, gate_up_offset, gate_up_bias)
     hidden = gated(product(*first, group=group, **given), activation, limit, alpha)

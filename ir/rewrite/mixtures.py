@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -24,16 +25,20 @@ class Stack(NamedTuple):
 
 
 def store_experts(
-    fn: Function, node: torch.fx.Node, gate_up: Stack, down: Stack, *, bits: int, rounded: bool
+    fn: Function,
+    node: torch.fx.Node,
+    gate_up: Stack,
+    down: Stack,
+    *,
+    bits: int,
+    how: Mapping[str, bool | int],
 ) -> None:
-    """Replace a call of `graftwork.moe` by `graftwork.quantized_moe`, in place. rounded: quantize
-    activations to int8 by row. Errors: `VerifyError` for stacks that do not fit."""
+    """Replace a call of `graftwork.moe` by `graftwork.quantized_moe`, in place. how: the options of
+    it that say how activations are rounded. Errors: `VerifyError` for stacks that do not fit."""
     given = arguments(node)
     named = "gate_up_bias", "down_bias", "activation", "limit", "alpha"
-    options = {name: given[name] for name in named}
+    options = {name: given[name] for name in named} | dict(how)
     options |= {"bits": bits, "group": gate_up.group, "down_group": down.group}
-    if not rounded:
-        options["rounded"] = False
     with fn.graph.inserting_before(node):
         stored = [part and fn.weight(part) for stack in (gate_up, down) for part in stack[:3]]
         new = fn.call(

@@ -55,6 +55,16 @@ def group_of(call: torch.fx.Node, weight: str = "weight") -> int:
     return int(given.get(operand(weight, "group"), given["group"]))
 
 
+def product_sizes(call: torch.fx.Node) -> list[tuple[int, int]]:
+    """Columns and group size of each of a call's stored weights."""
+    sizes = []
+    for weight in stored_in(call):
+        scale, group = parts_of(call, weight)["scale"], group_of(call, weight)
+        assert scale is not None
+        sizes.append((int(str(scale.meta["type"].dims[-1])) * group, group))
+    return sizes
+
+
 def are_weights(call: torch.fx.Node) -> bool:
     """Whether all parts of a call's stored weights are weights of the program."""
     parts = [part for weight in stored_in(call) for part in parts_of(call, weight).values()]

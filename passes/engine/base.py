@@ -101,6 +101,12 @@ class Pass(BaseModel):
         return None
 
     @property
+    def helpful(self) -> TextSample | None:
+        """The text that the pass learns from where the user gives some, and does without where
+        not; None for none."""
+        return None
+
+    @property
     def models(self) -> tuple[str, ...]:
         """Paths of other models that must be guests of the program, canonical, when `run` is
         called; "" for one that the user has yet to name."""
@@ -139,25 +145,24 @@ class Pass(BaseModel):
     def apply(self, program: Program, evidence: Evidence | None = None) -> Outcome:
         """Transform a program. Errors: `PassError` if the pass needs evidence that is not there,
         and whatever the pass raises."""
-        if self.text is None:
-            return self.run(program)
         self.check_evidence(program, evidence)
-        assert evidence is not None
+        if evidence is None or not (self.text or self.helpful):
+            return self.run(program)
         return self.learn(program, evidence)
 
     def check_evidence(self, program: Program, evidence: Evidence | None) -> None:
-        """Errors: `PassError` or `InputError` if the pass must see text and there is none, or too
-        little of it."""
-        if self.text is None:
-            return
-        if evidence is None:
+        """Errors: `PassError` or `InputError` if the pass must see text and there is none, or there
+        is too little for it."""
+        if evidence is None and self.text is not None:
             width = self.text.width(program)
             raise PassError(
                 f"pass {self.name!r} needs text to calibrate on, {self.text.windows} windows of "
                 f"{width} tokens: give data= (--data), a file or folder of texts like those that "
                 f"the model will see"
             )
-        evidence.check(self.text, program, f"pass {self.name!r}")
+        sample = self.text or self.helpful
+        if evidence is not None and sample is not None:
+            evidence.check(sample, program, f"pass {self.name!r}")
 
 
 Windows = Annotated[int, Field(ge=1)]

@@ -72,8 +72,12 @@ class Evidence:
             )
 
     def sampled(self, sample: TextSample, program: Program) -> torch.Tensor:
-        """Windows i64[windows,width], spread evenly over the text."""
+        """Windows i64[windows,width], spread evenly over the text. Where texts of this model begin
+        with a token of their own, each window does: without it some models are others."""
         width = sample.width(program)
         last = len(self.tokens) - width
         starts = [last * i // max(1, sample.windows - 1) for i in range(sample.windows)]
-        return torch.stack([self.tokens[start : start + width] for start in starts])
+        windows = torch.stack([self.tokens[start : start + width] for start in starts])
+        if int(self.tokens[0]) == program.info.bos:
+            windows[:, 0] = program.info.bos
+        return windows

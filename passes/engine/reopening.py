@@ -34,11 +34,13 @@ from ...ir import (
     site_of,
     type_of,
 )
+from ...ir.ops.quantized import rounding
 from ...ir.rewrite.stored import (
     Parts,
     float_weight,
     named_parts,
     parts_of,
+    product_sizes,
     stored_in,
     stored_ops,
 )
@@ -85,10 +87,11 @@ def reopened(
     what: str,
     roles: frozenset[Role] = frozenset({Role.TARGET}),
     rounded: bool = False,
+    span: int = 0,
 ) -> Reopened:
     """The program with those calls on floats that are wanted so. held: the names of weights that
-    the source has stored. what: the pass does with them, for the report. rounded: whether products
-    that stay round their activations to int8."""
+    the source has stored. what: the pass does with them, for the report. rounded, span: how
+    products that stay round their activations to int8, see `rounding`."""
     functions, opener = dict(program.functions), _Opener(program.weights)
     claimed, bits, kept = set[str](), Counter[int](), Counter[int]()
     for name, function in program.functions.items():
@@ -106,7 +109,8 @@ def reopened(
             if answer == "stays":
                 kept[width] += 1
                 if "rounded" in arguments(call):
-                    call.kwargs = {**call.kwargs, "rounded": rounded}
+                    rest = {k: v for k, v in call.kwargs.items() if k not in ("rounded", "span")}
+                    call.kwargs = rest | rounding(rounded, span, *product_sizes(call))
                 continue
             bits[width] += 1
             opener.open(fn, call, floats)

@@ -74,7 +74,7 @@ class MixedPrecision(Rounding):
     @property
     def text(self) -> TextSample:
         """For the harm, and for a method that reads text besides."""
-        samples = [self.sample, self._rounding().text]
+        samples = [self.sample, self._rounding().text, self._rounding().helpful]
         return max(filter(None, samples), key=lambda sample: sample.windows * sample.length)
 
     def reopen(self, program: Program, held: frozenset[str]) -> Reopened:
@@ -120,7 +120,7 @@ class MixedPrecision(Rounding):
             )
         count = 0
         for step in steps:
-            made = step.run(program) if step.text is None else step.learn(program, evidence)
+            made = step.apply(program, evidence)
             program, count = made.program, count + made.matches
         mean = sum(choice.cost for choice in chosen) / values
         shares = ", ".join(f"{len(names)} in {bits}" for bits, names in sorted(named.items()))

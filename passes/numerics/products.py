@@ -11,6 +11,7 @@ import torch
 import torch.fx
 
 from ...ir import Function, Program, Weight, WeightStore, arguments, site_of, type_of
+from ...ir.ops.quantized import rounding
 from ..engine.functions import token_look_ups
 from ..engine.reopening import Wants, names_of
 from ..fusing.products import product_of, source_product
@@ -77,10 +78,12 @@ def _as_stored(
 
 @dataclass
 class LayerProducts:
-    """Replaces layers of one function (a copy). rounded: activations are rounded to int8 by row."""
+    """Replaces layers of one function (a copy). rounded, span: how activations are rounded, see
+    `rounding`."""
 
     fn: Function
     rounded: bool
+    span: int
     picked: dict[tuple[torch.fx.Node, bytes], torch.fx.Node] = field(default_factory=dict)
     """Columns that are picked already, of what, so that layers which read the same share them."""
 
@@ -119,7 +122,8 @@ class LayerProducts:
             if "columns" in names:
                 x = self._picked(x, parts[names["columns"]], site)
             given: dict[str, Any] = {"bits": numeric.bits, "group": numeric.group}
-            given |= {} if self.rounded else {"rounded": False}
+            columns = parts[names["scale"]].type.shape[-1] * numeric.group
+            given |= rounding(self.rounded, self.span, (columns, numeric.group))
             given |= {p: self.fn.weight(parts[n]) for p, n in names.items() if p != "columns"}
             given["bias"] = held if total is None else None
             new = self.fn.call(G.quantized_linear.default, x, site=site, **given)

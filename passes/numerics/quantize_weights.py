@@ -16,18 +16,20 @@ After, with 4 bits for layers and 8 for the embedding, in groups of 32::
       @gate_up.q4.offset, @down.q4, @down.q4.scale, @down.q4.offset, activation="silu", bits=4,
       group=32, down_group=32)
 
-Activations are rounded by row (see `ir.ops.quantized`), so a token's result is the same whatever
-shares its step, and speculation on a quantized model stays lossless with respect to that model. The
-bit layout is documented in `ir.ops.numerics`. Functions that only draft follow the same options;
-`role` gives them their own. A recipe may have the pass several times: each takes what is still
-float.
+Activations are rounded by row, in runs of `span` values (see `ir.ops.quantized`), so a token's
+result is the same whatever shares its step, and speculation on a quantized model stays lossless
+with respect to that model. The bit layout is documented in `ir.ops.numerics`. Functions that only
+draft follow the same options; `role` gives them their own. A recipe may have the pass several
+times: each takes what is still float.
 
 How values are chosen, and in which form (`stored`), a method says (`methods`). One that reads text
 sees the target's step run over it (`engine.calibrate`), with products in float: activations that
-are rounded come later. Each expert of a mixture has evidence of its own, of the tokens that chose
-it. One that saw fewer than `expert_tokens` for each input channel of a product is rounded to
-nearest there, and a remark tells which those are; so are the experts of mixtures if the method
-stores weights in a form of its own, and the embedding and the head whatever the method is.
+are rounded come later. A method that does better with text sees it where the user gives some. Each
+expert of a mixture has evidence of its own, of the tokens that chose it. One that saw fewer than
+`expert_tokens` for each input channel of a product is done without there (rounded to nearest by a
+method that must see text), and a remark tells which those are. Experts of mixtures are rounded to
+nearest if the method stores weights in a form of its own, and so are the embedding and the head
+whatever the method is.
 
 Weights that the source holds in few bits are taken, too. They stay as they are where that is as
 many bits as the pass would give them, in groups as fine or finer, and activations are rounded as it
@@ -40,6 +42,7 @@ reads text, weights that the step does not multiply.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -60,10 +63,11 @@ from ...ir import (
     arguments,
 )
 from ...ir.ops.numerics import WIDTHS, Numeric
+from ...ir.ops.quantized import rounding
 from ...ir.rewrite.cleanup import sweep
 from ...ir.rewrite.mixtures import Stack, store_experts
 from ...ir.rewrite.subgraph import fresh_name
-from ..engine.base import Evidence, Outcome, TextSample, Windows, register
+from ..engine.base import Evidence, Outcome, TextSample, register
 from ..engine.blocks import STACKS
 from ..engine.calibrate import calibrate, code_of
 from ..engine.functions import EVERY, edit_with_weights
@@ -81,21 +85,23 @@ A, G = torch.ops.aten, torch.ops.graftwork
 
 @register
 class QuantizeWeights(Rounding):
-    """bits: of a value. group: values of a row that share a scale; 0: all of it. symmetric: zero is
-    stored exactly, and groups have no offset. method: how values are chosen, by name; rtn rounds to
-    nearest. tuning: the method's own options. windows, length: windows of text, and tokens of each
-    (at most the model's context), for a method that reads some. scales: what scales and offsets are
-    stored as. embedding: whether the table that tokens are looked up in and the head that gives
-    logits are quantized, tied or not; or in how many bits. select, exclude: of these, only, or not,
-    the weights with these names (shell patterns). rounded: activations are rounded to int8 by row;
-    if not, products are float. role: only weights of functions whose results count (target), or are
-    verified (draft). expert_tokens: how many tokens for each input channel an expert must have seen
-    for a method that reads text.
+    """bits: of a value. group: values of a row that share a scale; 0: all of it, as where 8 bits
+    have rows that the group does not divide. symmetric: zero is stored exactly, and groups have no
+    offset. method: how values are chosen, by name; rtn rounds to nearest. tuning: the method's own
+    options. windows, length: windows of text (0: as many as the method asks for), and tokens of
+    each (at most the model's context), for a method that reads some. scales: what scales and
+    offsets are stored as. embedding: whether the table that tokens are looked up in and the head
+    that gives logits are quantized, tied or not; or in how many bits, 8 with one scale a row.
+    select, exclude: of these, only, or not, the weights with these names (shell patterns). rounded:
+    activations are rounded to int8 by row; if not, products are float. role: only weights of
+    functions whose results count (target), or are verified (draft). span: so many activations share
+    a scale; 0: all of a row, as where a row cannot be divided so. expert_tokens: how many tokens
+    for each input channel an expert must have seen for a method that reads text.
     """
 
     bits: Bits = 4
     symmetric: bool = False
-    windows: Windows = 64
+    windows: Annotated[int, Field(ge=0)] = 0
     select: tuple[str, ...] = ()
     role: Literal["any", "target", "draft"] = "any"
     expert_tokens: Annotated[float, Field(ge=0)] = 2.0
@@ -103,14 +109,26 @@ class QuantizeWeights(Rounding):
     repeatable: ClassVar[bool] = True
 
     @property
+    def sample(self) -> TextSample:
+        return TextSample(self.windows or self.chooser.windows, self.length)
+
+    @property
     def text(self) -> TextSample | None:
         return self.sample if self.chooser.reads_text else None
 
+    @property
+    def helpful(self) -> TextSample | None:
+        return self.sample if self.chooser.text_helps else None
+
     def reopen(self, program: Program, held: frozenset[str]) -> Reopened:
         """The source's weights of other bits, or in coarser groups, as floats."""
-        wants = source_weights(self, program)
-        what = "quantized anew"
-        return reopened(program, held, wants, what=what, roles=self._roles, rounded=self.rounded)
+        return reopened(
+            *(program, held, source_weights(self, program)),
+            what="quantized anew",
+            roles=self._roles,
+            rounded=self.rounded,
+            span=self.span,
+        )
 
     def run(self, program: Program) -> Outcome:
         """Quantize every float weight that is chosen, wherever it is multiplied or looked up."""
@@ -119,21 +137,24 @@ class QuantizeWeights(Rounding):
     def learn(self, program: Program, evidence: Evidence) -> Outcome:
         """The same, by a method that sees what the weights are multiplied with."""
         _check_patterns((*self.select, *self.exclude), program)
-        layers, every = self.layers(program), self._mixtures(program.step, program.weights)
+        method, layers = self.chooser, self.layers(program)
+        every = self._mixtures(program.step, program.weights)
         mixtures = {node: stacks for node, stacks in every.items() if self._sees(node, stacks)}
         stacks = [weight for found in mixtures.values() for weight in found]
-        weights = [*(weight for _, weight in layers), *stacks]
-        forms = {weight.name: self.form_of(weight) for weight in weights}
-        names = [weight.name for weight in weights]
-        if twice := [name for name in names if names.count(name) > 1]:
+        names = Counter(weight.name for weight in (*(weight for _, weight in layers), *stacks))
+        twice = [name for name, count in names.items() if count > 1]
+        if twice and method.reads_text:
             raise PassError(
                 f"quantize_weights: {twice[0]} is multiplied in several places, which see other "
                 f"values: {self.method} takes weights that are multiplied once "
                 f"(exclude: [{twice[0]!r}])"
             )
+        layers = [(node, weight) for node, weight in layers if weight.name not in twice]
+        forms = {w.name: self.form_of(w) for w in (*(weight for _, weight in layers), *stacks)}
         if not forms or Role.TARGET not in self._roles:
+            if not method.reads_text:
+                return self.run(program)
             return Outcome(program, 0, f"{program.step.name} has no layer that {self.method} takes")
-        method = self.chooser
         fixed, least = _read_by_others(program), self.expert_tokens
         solver = WeightSolver(method, forms, fixed, least)
         code = code_of(type(method))
@@ -142,7 +163,7 @@ class QuantizeWeights(Rounding):
         found = calibrate(program, products, evidence, self.sample, solver, mark)
         named = {name: w.renamed(fresh_name(program.weights, name)) for name, w in found.items()}
         outcome = self._edited(program, named)
-        told = unseen_experts(mixtures.values(), found, least)
+        told = unseen_experts(mixtures.values(), found, least, method)
         return replace(outcome, remarks=(*outcome.remarks, *told))
 
     def layers(self, program: Program) -> list[tuple[torch.fx.Node, Weight]]:
@@ -152,11 +173,14 @@ class QuantizeWeights(Rounding):
         return [(node, weight) for node, weight in found if weight.name not in known]
 
     def _sees(self, node: torch.fx.Node, stacks: Sequence[Weight]) -> bool:
-        """Whether the method chooses the values of a mixture's experts: it reads text, and they
+        """Whether the method chooses the values of a mixture's experts by what they read: they
         have the form that experts can have. Errors: as `numeric_of`."""
-        method, bias = self.chooser, arguments(node)["gate_up_bias"]
-        if not method.reads_text or (bias is not None and bias.op != "get_attr"):
-            return False
+        bias = arguments(node)["gate_up_bias"]
+        return self._takes(stacks) and (bias is None or bias.op == "get_attr")
+
+    def _takes(self, stacks: Sequence[Weight]) -> bool:
+        """Whether experts have the form in which the method stores these."""
+        method = self.chooser
         for weight in stacks:
             numeric, (_, rows, columns) = self.numeric_of(weight, False), weight.type.shape
             try:
@@ -179,7 +203,7 @@ class QuantizeWeights(Rounding):
             found, mixtures = self._chosen(fn, weights, tables), self._mixtures(fn, weights)
             if not found and not mixtures:
                 return "float weights are multiplied or looked up, none is chosen", weights
-            product = LayerProducts(fn, self.rounded)
+            product = LayerProducts(fn, self.rounded, self.span)
             for node, weight in found:
                 known = weight.name in tables
                 form = Form((self.numeric_of(weight, True),)) if known else self.form_of(weight)
@@ -188,9 +212,10 @@ class QuantizeWeights(Rounding):
                 weights = weights.adding(*parts.values())
                 product.replace(node, weight.name, form, parts)
             for node, stacks in mixtures.items():
-                sees = self._sees(node, stacks)
-                nearest.extend([] if sees else [node])
-                method = self.chooser if sees else RoundToNearest()
+                reads = self.chooser.reads_text
+                taken = self._sees(node, stacks) if reads else self._takes(stacks)
+                nearest.extend([] if taken else [node])
+                method = self.chooser if taken else RoundToNearest()
                 weights = self._store_experts(fn, node, stacks, method, weights, learned)
             weights = _with_factors(fn, weights, learned)
             sweep(fn)
@@ -261,7 +286,9 @@ class QuantizeWeights(Rounding):
             weights = weights.adding(*parts.values())
             packed, scale, *offset = parts.values()
             stacks.append(Stack(packed, scale, offset[0] if offset else None, numeric.group))
-        store_experts(fn, node, *stacks, bits=self.bits, rounded=self.rounded)
+        sizes = [(weight.type.shape[2], s.group) for weight, s in zip(experts, stacks, strict=True)]
+        how = rounding(self.rounded, self.span, *sizes)
+        store_experts(fn, node, *stacks, bits=self.bits, how=how)
         return weights
 
     def _parts(
@@ -275,9 +302,9 @@ class QuantizeWeights(Rounding):
     ) -> dict[str, Weight]:
         """The parts of a weight that a method chooses, by name. Errors: `PassError` where it has
         to see text, and has not seen what the weight is multiplied with."""
-        if not method.reads_text:
-            return computed(weight, form, method, weights)
         names = form.names(weight.name)
+        if names[0] not in learned and not method.reads_text:
+            return computed(weight, form, method, weights)
         if names[0] not in learned:
             raise PassError(
                 f"quantize_weights: {self.method} sees what the target's step multiplies, and "
@@ -291,7 +318,11 @@ class QuantizeWeights(Rounding):
         columns = int(str(weight.type.dims[-1]))
         kind = "symmetric" if self.symmetric else "affine"
         bits = self.embedding if known and self.embedding is not True else self.bits
-        numeric = Numeric(bits, self.group or columns, kind, SCALES[self.scales])
+        whole = not self.group or (bits == 8 and columns % self.group != 0)
+        group = columns if whole else self.group
+        numeric = Numeric(bits, group, kind, SCALES[self.scales])
+        if known and self.embedding == 8:  # not `True`, which is 1
+            numeric = Numeric(8, columns, scale=SCALES[self.scales])
         if why := numeric.refusal(columns):
             raise PassError(f"quantize_weights: {weight.name}: {why} (exclude: [{weight.name!r}])")
         return numeric

@@ -1,4 +1,4 @@
-"""Round the activations of products with weights of few bits to int8, by token.
+"""Round the activations of products with weights of few bits to int8.
 
 Before, as a quantized checkpoint is read::
 
@@ -18,14 +18,18 @@ products are float.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 import torch.fx
+from pydantic import Field
 
 from ...ir import Function, PassError, Program, arguments
+from ...ir.ops.quantized import rounding
+from ...ir.rewrite.stored import product_sizes
 from ..engine.base import STATES, Contract, Effect, Outcome, Pass, register
 from ..engine.functions import edit_each
+from .rounding import SPAN
 
 G = torch.ops.graftwork
 LARGEST = 127
@@ -33,7 +37,9 @@ LARGEST = 127
 
 @register
 class RoundActivations(Pass):
-    """No options."""
+    """span: so many activations share a scale; 0: all of a row."""
+
+    span: Annotated[int, Field(ge=0)] = SPAN
 
     contract: ClassVar[Contract] = Contract.APPROXIMATE
     requires: ClassVar[frozenset[str]] = frozenset({"canonical", "quantized"})
@@ -48,7 +54,8 @@ class RoundActivations(Pass):
             plain = [node for node in calls if not arguments(node)["rounded"]]
             for node in plain:
                 self._check(program, node)
-                node.kwargs = {k: v for k, v in node.kwargs.items() if k != "rounded"}
+                rest = {k: v for k, v in node.kwargs.items() if k != "rounded"}
+                node.kwargs = {**rest, **rounding(True, self.span, *product_sizes(node))}
             return len(plain) or f"{len(calls)} products have weights of few bits, all rounded"
 
         return edit_each(program, edit)

@@ -12,6 +12,10 @@ from ..engine.base import STATES, Contract, Effect, LearningPass
 from .methods.base import Method, method_of
 
 Bits = Literal[2, 3, 4, 6, 8]
+SPAN = 32
+"""Activations that share a scale. Real models have a few channels many times as large as the
+others, and with a scale a row those cost all others their bits."""
+
 SCALES = {"f16": torch.float16, "f32": torch.float32}
 
 
@@ -25,6 +29,7 @@ class Rounding(LearningPass):
     embedding: bool | Bits = False
     exclude: tuple[str, ...] = ()
     rounded: bool = True
+    span: Annotated[int, Field(ge=0)] = SPAN
 
     contract: ClassVar[Contract] = Contract.APPROXIMATE
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})

@@ -36,10 +36,10 @@ def seen_enough(tokens: Tensor, columns: int, least: float) -> Tensor:
 
 
 def unseen_experts(
-    mixtures: Iterable[Sequence[Weight]], found: Mapping[str, Weight], least: float
+    mixtures: Iterable[Sequence[Weight]], found: Mapping[str, Weight], least: float, method: Method
 ) -> tuple[str, ...]:
-    """A remark on the experts that are rounded to nearest because they saw too little of the text;
-    none if all saw enough."""
+    """A remark on the experts whose values the method does not choose by the text because they saw
+    too little of it; none if all saw enough."""
     lines, few, count = [], 0, 0
     for stacks in mixtures:
         tokens = found[tokens_name(stacks[0].name)].load()
@@ -51,8 +51,9 @@ def unseen_experts(
                 lines.append(f"{stack.name} {', '.join(map(str, left))}")
     if not lines:
         return ()
+    how = "rounded to nearest" if method.reads_text else "chosen without the text"
     return (
-        f"{few} of {count} weights of experts are rounded to nearest, because fewer than {least:g} "
+        f"{few} of {count} weights of experts are {how}, because fewer than {least:g} "
         f"tokens of the text for each of their input channels chose the expert (give more windows, "
         f"or other text): {'; '.join(lines)}",
     )
@@ -120,7 +121,7 @@ class WeightSolver:
 
         sizes = [mixture.weights[name].shape[-1] for name in mixture.stacks]
         enough = [seen_enough(mixture.tokens, size, self.least).tolist() for size in sizes]
-        nearest = RoundToNearest()
+        nearest = RoundToNearest() if self.method.reads_text else self.method
         known = [expert for expert, some in enumerate(zip(*enough, strict=True)) if any(some)]
         for expert in set(range(len(mixture.tokens))).difference(known):
             for name in mixture.stacks:

@@ -10,8 +10,8 @@ A linear layer [N,K] in groups of g input channels (g = K: by channel) is, in `p
 with w = scale * (q - z), where z is 2^(bits-1) if there is none; in `int-quantized` and
 `naive-quantized` weight is i8[N,K] and zero points i8[N,K/g], both signed; in `float-quantized`
 weight is float8 (e4m3) and becomes floats here. A module's tensors say what it is, and the
-configuration must have a group that says the same. Where that rounds activations to int8 by token,
-products do.
+configuration must have a group that says the same. Where that rounds activations to int8, by token
+or in groups of channels, products do.
 Source: the format's package, compressed-tensors.
 """
 
@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import torch
+from pydantic import Field
 
 from ....ir import GraftworkWarning, TensorType, UnsupportedError, Weight, derivation, derive
 from ....ir.ops.numerics import WIDTHS, Numeric, unpack
+from ....ir.ops.quantized import misfit
 from ....ir.weight_files import SafetensorsFile, open_safetensors
 from ...stored_weights import StoredWeight
 from .base import Format, Module, Settings, register, settings
@@ -51,6 +53,7 @@ class Arguments(Settings):
 class Group(Settings):
     """One of `config_groups`."""
 
+    targets: list[str] = Field(default_factory=list)
     weights: Arguments | None = None
     input_activations: Arguments | None = None
     output_activations: Arguments | None = None
@@ -61,8 +64,16 @@ class Group(Settings):
         given = self.input_activations
         if given is None:
             return False
-        by_token = given.strategy == "token" and given.dynamic is True
-        return by_token and (given.num_bits, given.type, given.symmetric) == (8, "int", True)
+        known = given.strategy == "token" or (given.strategy == "group" and self.span > 0)
+        plain = (given.num_bits, given.type, given.symmetric) == (8, "int", True)
+        return known and plain and given.dynamic is True
+
+    @property
+    def span(self) -> int:
+        """Activations that share a scale; 0: those of a token."""
+        given = self.input_activations
+        grouped = given is not None and given.strategy == "group"
+        return (given.group_size or 0) if given is not None and grouped else 0
 
 
 class CompressedSettings(Settings):
@@ -152,7 +163,7 @@ class CompressedTensors(Format):
             derive(f"{module.name}.bits", packed, cut_bytes, codes, count=columns * bits // 8),
             scale,
             self._offset(module, scale, zeros, points_down, bits=bits, rows=rows),
-            rounded=self._group(module, bits, columns, numeric).rounds,
+            **self._rounding(module, bits, columns, numeric),
         )
 
     def _plain(self, module: Module) -> StoredWeight:
@@ -170,7 +181,7 @@ class CompressedTensors(Format):
             derive(f"{module.name}.bits", packed, unsigned_bytes, codes),
             scale,
             self._offset(module, scale, zeros, unsigned_bytes),
-            rounded=self._group(module, None, columns, numeric).rounds,
+            **self._rounding(module, None, columns, numeric),
         )
 
     def _floats(self, module: Module) -> Weight:
@@ -224,11 +235,29 @@ class CompressedTensors(Format):
         module.fits(numeric, columns)
         return numeric
 
+    def _rounding(
+        self, module: Module, bits: int | None, columns: int, numeric: Numeric
+    ) -> dict[str, Any]:
+        """How a module's activations are rounded. Errors: as `_group`, and `UnsupportedError` for
+        groups of them that no product has."""
+        group = self._group(module, bits, columns, numeric)
+        if group.rounds and group.span and misfit(group.span, columns, numeric.group):
+            raise UnsupportedError(
+                f"{module.folder}: {module.name} reads {columns} activations in groups of "
+                f"{group.span}, and its weight has groups of {numeric.group}: expected groups that "
+                f"divide the row, and are a multiple of the weight's, or a part of them and a "
+                f"multiple of 16"
+            )
+        return {"rounded": group.rounds, "span": group.span if group.rounds else 0}
+
     def _group(self, module: Module, bits: int | None, columns: int, numeric: Numeric) -> Group:
-        """The group of the configuration that says of a module what its tensors say. bits: None,
-        if tensors do not tell."""
+        """The group of the configuration that says of a module what its tensors say; of several one
+        that names it. bits: None, if tensors do not tell."""
         symmetric = numeric.kind == "symmetric"
-        for group in self.settings.config_groups.values():
+        named = sorted(
+            self.settings.config_groups.values(), key=lambda group: module.name not in group.targets
+        )
+        for group in named:
             said = group.weights
             if said is None or said.type != "int" or said.symmetric != symmetric:
                 continue

@@ -24,13 +24,16 @@ from ..stored import Form, Stored
 
 class Method(BaseModel):
     """Base of all methods. reads_text: whether it looks at what products read (`Moments`); one that
-    does not is asked weight by weight when weights are loaded. quick: it takes no longer than
-    reading the weight does."""
+    does not is asked weight by weight when weights are loaded, unless text helps it (`text_helps`)
+    and the user gives some. windows: of text, if a recipe says no number. quick: it takes no longer
+    than reading the weight does."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: ClassVar[str] = ""
     reads_text: ClassVar[bool] = True
+    text_helps: ClassVar[bool] = False
+    windows: ClassVar[int] = 64
     quick: ClassVar[bool] = False
 
     def balanced(
@@ -79,9 +82,11 @@ T = TypeVar("T", bound=tuple[Tensor | None, ...])
 
 
 def where_better(better: Tensor, found: T, best: T) -> T:
-    """The rows of one named tuple of tensors [N,...] where `better` bool[N], else the other's."""
+    """What is of one named tuple of tensors [*S,...] where `better` bool[*S], else of the other."""
     parts = (
-        None if a is None or b is None else torch.where(better.view(-1, *[1] * (a.dim() - 1)), a, b)
+        None
+        if a is None or b is None
+        else torch.where(better.view(*better.shape, *[1] * (a.dim() - better.dim())), a, b)
         for a, b in zip(found, best, strict=True)
     )
     kind: Any = type(best)

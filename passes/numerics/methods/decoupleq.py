@@ -20,7 +20,7 @@ from torch import Tensor
 from ....ir.ops.numerics import Numeric, Quantized, levels
 from ...engine.moments import Moments, loss
 from .base import Method, method, where_better
-from .feedback import Prepared, inverse_factor, round_with_feedback, solved
+from .feedback import Prepared, inverse_factor, round_with_feedback, scales_of, solved
 
 ELEMENTS = 2**24
 """Of the normal equations that are solved at once."""
@@ -65,7 +65,7 @@ class DecoupleQ(Method):
         for _ in range(self.rounds):
             before = least
             keep(rescaled(weight, best, numeric, hessian))
-            keep(round_with_feedback(weight, factor, numeric, (best.scale, best.offset)))
+            keep(round_with_feedback(weight, factor, numeric, scales_of(best, numeric.group)))
             if torch.equal(before, least):
                 break
         return best

@@ -91,18 +91,22 @@ def inverse_factor(moments: Moments, damp: float) -> Factor:
 
 
 def round_with_feedback(
-    weight: Tensor, factor: Factor, numeric: Numeric, fixed: Scales | None = None
+    weight: Tensor,
+    factor: Factor,
+    numeric: Numeric,
+    taken: Callable[[Tensor, int], Scales] | None = None,
 ) -> Quantized:
     """A weight f32[N,K] in a format.
 
-    fixed: scales and offsets [N,K/group] to use; else those of a group are taken when its first
-    column is reached, of its values as they are then.
+    taken: of a group's values f32[N,group] and its first column, its scales and offsets [N]; asked
+    when that column is reached, with values as they are then. None: those of the values' range.
     """
     scales: list[Scales] = []
 
     def step(i: int, left: Tensor) -> tuple[Tensor, Tensor]:
         if i % numeric.group == 0:
-            scales.append(_taken(fixed, numeric, left, i))
+            values = left[i : i + numeric.group].T
+            scales.append(numeric.scales(values) if taken is None else taken(values, i))
         found = numeric.steps(left[i], *scales[-1])
         return found, numeric.values(found, *scales[-1])
 
@@ -111,6 +115,16 @@ def round_with_feedback(
     offsets = [offset for _, offset in scales if offset is not None]
     packed = torch.cat([pack(rows.contiguous(), numeric.bits) for rows in steps.T.split(ROWS)])
     return Quantized(packed, scale, torch.stack(offsets, 1) if offsets else None)
+
+
+def scales_of(stored: Quantized, group: int) -> Callable[[Tensor, int], Scales]:
+    """For `round_with_feedback`: the scales of a weight as it is stored."""
+
+    def taken(values: Tensor, column: int) -> Scales:
+        offset = None if stored.offset is None else stored.offset[:, column // group]
+        return stored.scale[:, column // group], offset
+
+    return taken
 
 
 def mapped_with_feedback(weight: Tensor, factor: Factor, scale: Tensor, book: Tensor) -> Tensor:
@@ -146,15 +160,6 @@ def _fed_back(
             errors[i - start] = error
         left[end:].addmm_(factor.upper[start:end, end:].T, errors, alpha=-1)
     return codes
-
-
-def _taken(fixed: Scales | None, numeric: Numeric, left: Tensor, column: int) -> Scales:
-    """The scales of the group that begins at a column."""
-    if fixed is None:
-        return numeric.scales(left[column : column + numeric.group].T)
-    scale, offset = (None if part is None else part[:, column // numeric.group] for part in fixed)
-    assert scale is not None
-    return scale, offset
 
 
 def _block(columns: int, group: int) -> int:
