@@ -3,7 +3,8 @@
     python benchmarks/cache_quality.py MODEL --text FOLDER [--files FILES.json]
         [--budgets 100,50,25,12.5] [--calibration FOLDER]
         [--recipes streaming_llm,knorm,kivi:quantize_old_rows.bits=2,...] [--length 512]
-        [--windows 16] [--block 32] [--target onnxruntime:cpu:float32] [--json F] [--svg F]
+        [--windows 16] [--block 32] [--rounds 0] [--target onnxruntime:cpu:float32] [--json F]
+        [--svg F]
 
 Recipes with a budget, of rows that are kept or that a token reads, are run with each of `budgets`,
 others once; options of their passes may stand behind a recipe's name, one after a colon each.
@@ -13,7 +14,9 @@ rows dropped where they are dropped in decoding. perplexity: over the full cache
 windows, every token but the first; its error is the standard error of the paired differences. key:
 a line with a random key is put after the window's first eighth and begun again at its end; nats a
 token of the key there, which a model that sees the line copies. Budgets are percents of the length,
-rounded to blocks; bytes are those of the state buffers, over the full cache's.
+rounded to blocks; bytes are those of the state buffers, over the full cache's. With `rounds` each
+recipe and the full cache write 32 tokens behind the first window in turns, so many times: prompt
+and step are the medians of the seconds that these take, over the full cache's.
 
 Recipes that read text first read that of the .py and .txt files below `calibration`, without those
 that are scored; without it they are left out.
@@ -57,6 +60,9 @@ METHODS = (
 CALIBRATION = 8 * 2048
 """Tokens that recipes may read first."""
 
+STEPS = 32
+"""Tokens that are written to tell how long a step takes."""
+
 KEY = 8
 """Characters of a key."""
 
@@ -84,6 +90,24 @@ def key_nats(model: gw.Model, windows: list[tuple[torch.Tensor, int]]) -> float:
         logits = model(window[None])[0, -count - 1 : -1]
         total.append(torch.nn.functional.cross_entropy(logits, window[-count:]).item())
     return statistics.mean(total)
+
+
+def pace(model: gw.Model, full: gw.Model, windows: torch.Tensor, rounds: int) -> dict[str, float]:
+    """The prompt's seconds, and a step's, over those of the full cache."""
+    found: dict[int, list[tuple[float, float]]] = {0: [], 1: []}
+    asked = {"max_new_tokens": STEPS, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+    for place in range(rounds + 1):
+        for which, each in enumerate((model, full)):
+            each.forget()
+            room = each.program.info.context - STEPS
+            said = each.generate(windows[:1, :room], return_dict_in_generate=True, **asked)
+            stats = said.stats
+            if place:  # the first one compiles
+                step = stats.decode_seconds / max(stats.decoded_tokens, 1)
+                found[which].append((stats.prefill_seconds, step))
+    middle = [[statistics.median(part) for part in zip(*found[n], strict=True)] for n in (0, 1)]
+    (prompt, step), (full_prompt, full_step) = middle
+    return {"prompt": prompt / full_prompt, "step": step / full_step}
 
 
 def settings(
@@ -160,6 +184,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--block", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=0)
     parser.add_argument("--target", default="onnxruntime:cpu:float32")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--calibration", type=Path)
@@ -199,6 +224,8 @@ def main() -> None:
         row = {"recipe": recipe.name, "setting": setting, "ratio": ratio, "error": error}
         row |= {"perplexity": math.exp(statistics.mean(own)), "bytes": model.cache_bytes() / whole}
         row["key_nats"] = key_nats(model, keys)
+        if args.rounds:
+            row |= pace(model, full, windows, args.rounds)
         rows.append({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()})
         print(json.dumps(rows[-1]), flush=True)
         if args.json:

@@ -23,7 +23,10 @@ SPREAD = ("tensor_parallel",)
 RECURRENT = ("quamba2",)
 """Recipes for models with recurrences: `test_quantize_scan` has those."""
 
-OTHERS = (*QUANTIZED, *SPREAD, *RECURRENT)
+WINDOWED = ("hold_windows",)
+"""Recipes for models with sliding windows: `test_windows` has those."""
+
+OTHERS = (*QUANTIZED, *SPREAD, *RECURRENT, *WINDOWED)
 NAMES = [recipe.name for recipe in recipes() if recipe.name not in OTHERS]
 
 FLOAT32 = ("kv_int8_static", "kv_int4_static")

@@ -37,6 +37,7 @@ class Shape:
     vocab: int = 61
     context: int = 96
     window: int | None = None
+    whole: tuple[int, ...] = ()  # layers that it does not bound
     chunk: int | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -164,7 +165,8 @@ class _Builder:
         sinks = self.weight(f"{name}.sinks", shape.heads, scale=1.0) if shape.sinks else None
         slopes = self.weight(f"{name}.slopes", shape.heads, scale=0.1) if shape.slopes else None
         options: Mapping[str, Any] = {n: getattr(shape, n) for n in ("window", "chunk", "softcap")}
-        given = {key: value for key, value in options.items() if value is not None}
+        far = ("window",) if layer in shape.whole else ()
+        given = {n: value for n, value in options.items() if value is not None and n not in far}
         y = fn.call(
             G.attention.default,
             *(self.rotate(q), self.rotate(k), v, sinks, slopes),

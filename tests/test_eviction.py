@@ -458,8 +458,8 @@ def test_what_would_go_wrong_is_refused() -> None:
         evicting("pyramid", budget=256)
     with pytest.raises(PassError, match="the plan has cache=evict"):
         EvictCache(budget=24, block=8).run(evicting("norm"))
-    with pytest.raises(PassError, match="looks back over a sliding window of 6"):
-        EvictCache(budget=24, block=8).run(cached_llama(Shape(layers=2, context=256, window=6)))
+    with pytest.raises(PassError, match="looks back over chunks of 6"):
+        EvictCache(budget=24, block=8).run(cached_llama(Shape(layers=2, context=256, chunk=6)))
     passes = (DraftModel(model="same"), InsertKvCache(), EvictCache(budget=64))
     with pytest.raises(PassError, match=r"draft inside the step \(unroll_draft, fuse_draft\)"):
         run_passes(with_itself(context=256), [Step(p) for p in passes])

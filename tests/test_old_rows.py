@@ -26,6 +26,7 @@ from graftwork.ir import (
     GraftworkError,
     PassError,
     Program,
+    arguments,
     parse_program,
     program_text,
     run,
@@ -91,13 +92,16 @@ def asked(count: int, **more: Any) -> dict[str, Any]:
 
 
 def test_a_channel_and_a_row_by_hand() -> None:
-    """Least -1 and largest 2 in 2 bits: a step of 1; a channel that is all one number is kept."""
+    """Least -1 and largest 2 in 2 bits: a step of 1; a channel that is all one number is kept.
+    Steps and least numbers are in half precision, and codes are those for them."""
     x = torch.tensor([[-1.0, 5.0, 0.2, 2.0], [2.0, 5.0, 0.8, 0.0], [0.4, 5.0, 0.2, 1.0]])
     codes, steps = quantize_groups(x[None, None], bits=2, group=3, by_channel=True)
-    torch.testing.assert_close(steps[0, 0], torch.tensor([[1, 0, 0.2, 2 / 3, -1, 5, 0.2, 0]]))
+    torch.testing.assert_close(
+        steps[0, 0], torch.tensor([[1, 0, 0.2, 2 / 3, -1, 5, 0.2, 0]]).half()
+    )
     assert codes.flatten().tolist() == [0 | 0 | 0 << 4 | 3 << 6, 3 | 3 << 4, 1 | 2 << 6]
     codes, steps = quantize_groups(x[None, None, :1], bits=4, group=2, by_channel=False)
-    torch.testing.assert_close(steps[0, 0], torch.tensor([[0.4, 0.12, -1, 0.2]]))
+    torch.testing.assert_close(steps[0, 0], torch.tensor([[0.4, 0.12, -1, 0.2]]).half())
     assert codes.flatten().tolist() == [0 | 0 << 4, 15 | 15 << 4]
 
 
@@ -105,7 +109,7 @@ def test_three_bits_by_hand() -> None:
     """Codes 5, 0, 7, 2, 1, 6, 3, 4: their two lower bits fill two bytes, their third ones one."""
     x = torch.tensor([5.0, 0, 7, 2, 1, 6, 3, 4])
     codes, steps = quantize_groups(x[None, None, None], bits=3, group=8, by_channel=False)
-    torch.testing.assert_close(steps.flatten(), torch.tensor([1.0, 0.0]))
+    assert steps.tolist() == [[[[1.0, 0.0]]]]
     lower = [1 | 3 << 2 | 1 << 4 | 3 << 6, 0 | 2 << 2 | 2 << 4 | 0 << 6]
     assert codes.flatten().tolist() == [*lower, 1 | 0 | 1 << 2 | 0 | 0 | 1 << 5 | 0 | 1 << 7]
 
@@ -115,7 +119,7 @@ def test_outliers_by_hand() -> None:
     x = torch.tensor([0.0, 1, 100, 3, 2, -40, 0, 0])[None, None, None]
     how: dict[str, Any] = {"bits": 2, "group": 8, "by_channel": False, "outliers": 2}
     codes, steps = quantize_groups(x, **how)
-    torch.testing.assert_close(steps.flatten(), torch.tensor([1.0, 0, 2, 100, 5, -40]))
+    assert steps.flatten().tolist() == [1.0, 0, 2, 100, 5, -40]
     assert torch.equal(group_values(codes, steps, **how), x)
 
 
@@ -156,8 +160,9 @@ def made_of(x: torch.Tensor, bits: int, outliers: int = 0) -> torch.Tensor:
     far = sorted(range(len(x)), key=lambda n: -abs(float(x[n] - x.mean())))[:outliers]
     rest = [n for n in range(len(x)) if n not in far]
     least, most = x[rest].min(), x[rest].max()
-    step = (most - least) / (2**bits - 1)
-    found = x.clone()
+    least = least.half().float()
+    step = ((most - least) / (2**bits - 1)).half().float()
+    found = x.half().float()
     if step != 0:
         found[rest] = torch.round((x[rest] - least) / step) * step + least
     return found
@@ -250,8 +255,10 @@ class Reference:
 def read_rows(program: Program, executable: Any, past: int) -> torch.Tensor:
     """The keys of layer 0 as attention reads them, [G,past,D]."""
     fn = program.step.copy()
-    keys = fn.calls(G.attend.default)[0].args[1]
-    fn.set_outputs({**fn.outputs, "rows": keys})
+    attend = arguments(fn.calls(G.attend_grouped.default)[0])
+    names = ("k", "k_steps", "k_recent", "k_left", "k_right", "cos", "sin", "past")
+    read = {name: attend[name] for name in names if attend[name] is not None}
+    fn.set_outputs({**fn.outputs, **{f"{name}.read": node for name, node in read.items()}})
     inputs = {
         "tokens": torch.tensor([[2]]),
         "positions": torch.tensor([[past]]),
@@ -260,7 +267,17 @@ def read_rows(program: Program, executable: Any, past: int) -> torch.Tensor:
         "ancestors": torch.ones(1, 1, 1, dtype=torch.bool),
     }
     found = run(program.with_function(fn), fn.name, inputs | executable.buffers.tensors)
-    return found["rows"][0, :, :past]
+    given = {name: found[f"{name}.read"] for name in read}
+    how = {name: attend[name] for name in ("bits", "group", "outliers")}
+    rows = group_values(given["k"], given["k_steps"], by_channel=attend["keys_by_channel"], **how)
+    if "k_left" in given:
+        rows = rows + G.low_rank_rows(given["k_left"], given["k_right"], group=attend["group"])
+    if attend["turned"]:
+        rows = G.hadamard_rows(rows)
+    if "cos" in given:
+        rows = G.rotary(rows, given["cos"], given["sin"], interleaved=attend["interleaved"])
+    kept = {name: attend[name] for name in ("residual", "block")}
+    return join_rows(rows, given["k_recent"], given["past"], **kept)[0, :, :past]
 
 
 @pytest.mark.parametrize(("kind", "backend"), on_backends(KINDS, {"kivi"}))
@@ -274,8 +291,9 @@ def test_rows_are_what_the_papers_rule_leaves_of_them(kind: str, backend: str) -
     past = reference.fed
     whole = reference.executable.states["kv.0.key"][0, :, :past]
     rows = read_rows(program, executable, past)
-    # A number in the middle of two codes may become either where a last bit differs.
-    assert ((rows - whole).abs() > 1e-4).float().mean() < 0.002
+    # A number in the middle of two codes may become either where a last bit differs, and so may a
+    # step in the middle of two halves, which moves a group by a thousandth.
+    assert ((rows - whole).abs() > 3e-3).float().mean() < 0.002
 
 
 @pytest.mark.parametrize("kind", rarely(["kivi", "turned and unrotated", "low rank"], 3))
@@ -344,12 +362,12 @@ def test_conversations_go_on() -> None:
 @pytest.mark.parametrize(
     ("name", "bits", "width"),
     [
-        ("kivi", 6, 32),
-        ("kivi", 6, 64),
-        ("rotatekv", 5, 64),
-        ("kvquant", 5, 64),
-        ("kvquant", 5, 128),
-        ("gear", 5, 64),
+        ("kivi", 5, 32),
+        ("kivi", 5, 64),
+        ("rotatekv", 4, 64),
+        ("kvquant", 4, 64),
+        ("kvquant", 4, 128),
+        ("gear", 4, 64),
         ("kv_int4", 5, 64),
         ("kv_int8", 9, 64),
     ],

@@ -164,6 +164,13 @@ def test_offsets_may_be_finer_than_scales() -> None:
     assert torch.equal(found, quantized_linear(x, **wide, **options))
 
 
+def test_a_half_is_rounded_to_even_steps() -> None:
+    """Of a row whose step is 1: 0.5 becomes 0, 1.5 and 2.5 become 2, and the same below zero."""
+    x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 3.5]])
+    steps, scale = round_rows(x)
+    assert scale.item() == 1 and steps.tolist() == [[127, 0, 2, 2, 0, -2, -2, 4]]
+
+
 def test_half_precision_comes_and_goes() -> None:
     operands, options = stored(random(6, 64), 4, 32, "affine")
     x = random(2, 64, seed=1)

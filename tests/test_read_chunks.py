@@ -116,7 +116,6 @@ def test_drafts_batches_and_earlier_calls_change_nothing(draft):
         ({"chunk": 5}, None, {}, "blocks of whole chunks"),
         ({}, EvictCache(budget=32, block=8), {}, "cache=evict.* already"),
         ({}, QuantizeCache(), {}, "leave out quantize_cache"),
-        ({}, None, {"window": 8}, "a sliding window of 8"),
         ({}, None, {"chunk": 8}, "chunks of 8 positions"),
         ({}, None, {"slopes": True}, "by their distance"),
         ({"block": 128, "rows": 128}, None, {}, "more than the model's context of 96"),

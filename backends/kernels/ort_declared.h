@@ -150,7 +150,7 @@ struct DeclaredNode {
             const auto& wanted = result.like < 0 ? shape : given[result.like].sizes;
             members.push_back(address(api.data<void>(api.output(context, i, wanted))));
         }
-        for (char axis : of.sizes) members.push_back(sizes[axis]);
+        for (char axis : of.sizes) members.push_back(std::max<int64_t>(0, sizes[axis]));
         for (size_t i = 0; i < of.options.size(); i++)
             members.push_back(of.options[i].is_float ? address(&numbers[i]) : whole[i]);
         of.kernel->with_team(members.data(), Pool(api, context, threads));

@@ -306,10 +306,33 @@ void by_rows(int64_t count, const What& what, int64_t first = 0) {
     if constexpr (ROWS > 1) by_rows<ROWS - 1>(count, what, first);
 }
 
+// Rows as they lie in memory: those from the first on, which then is row 0.
+struct Lying {
+    std::vector<float> space;
+
+    template <class Kind>
+    Rows from(const Rows& rows, int64_t first, int64_t count) {
+        const float* const steps = rows.steps ? rows.steps + 2 * first : nullptr;
+        if (!rows.source) return {row_of<Kind>(rows, first), steps, rows.width, rows.bits};
+        space.resize(count * rows.width);
+        rows.source->read(first, count, space.data());
+        return {space.data(), nullptr, rows.width, rows.bits};
+    }
+};
+
+// Rows that stay in the processor's nearest cache.
+template <class Kind>
+int64_t near_rows(const Rows& rows) {
+    // They may have no columns, and so no bytes.
+    const int64_t wide = std::max<int64_t>(1, Kind::bytes(rows.width));
+    return std::max<int64_t>(1, NEAR_BYTES / wide);
+}
+
 // See `attend_rows`.
 template <class Kind>
 void attend_kind(const Attention& of, const Query* queries, int64_t count) {
     static thread_local std::vector<float> space;
+    static thread_local Lying lying;
     int64_t begin = of.rows, end = 0;
     float sums[TOGETHER] = {}, added[TOGETHER] = {}, totals[TOGETHER];
     const Rows &keys = of.keys, &values = of.values;
@@ -324,17 +347,17 @@ void attend_kind(const Attention& of, const Query* queries, int64_t count) {
     const int64_t stride = (rows + LANES - 1) / LANES * LANES;
     space.resize(count * stride);
     float* const weights = space.data();
-    for (int64_t c = begin; c < end; c += LANES) {
-        const int64_t there = std::min<int64_t>(LANES, of.rows - c);
+    const auto score_keys = [&](const Rows& own, int64_t from, int64_t c) {
+        const int64_t there = std::min<int64_t>(LANES, of.rows - c), last = of.rows - 1 - from;
         Lanes times = {}, plus = {};
-        if (keys.steps) steps_of(keys, c, of.rows - 1, times, plus);
+        if (own.steps) steps_of(own, c - from, last, times, plus);
         by_rows(count, [&](auto rows_at_once, int64_t first) {
             Lanes scores[rows_at_once.value];
-            products<Kind>(queries + first, keys, c, of.rows - 1, scores);
+            products<Kind>(queries + first, own, c - from, last, scores);
             for (int row = 0; row < rows_at_once.value; row++) {
                 const Query& query = queries[first + row];
                 Lanes score = scores[row];
-                if (keys.steps) score = fused(score, times, plus * sums[first + row]);
+                if (own.steps) score = fused(score, times, plus * sums[first + row]);
                 score *= of.scale;
                 if (of.softcap != 0)
                     score = of.softcap - 2 * of.softcap / (exponential(score * (2 / of.softcap)) + 1);
@@ -343,6 +366,13 @@ void attend_kind(const Attention& of, const Query* queries, int64_t count) {
                 store(weights + (first + row) * stride + c - begin, seen(query, c, score));
             }
         });
+    };
+    // A multiple of LANES, and so blocks end where parts of LANES do.
+    const int64_t some = keys.source ? (near_rows<Kind>(keys) + LANES - 1) / LANES * LANES : rows;
+    for (int64_t from = begin; from < end; from += some) {
+        const int64_t until = std::min(end, from + some);
+        const Rows own = lying.from<Kind>(keys, from, std::min(of.rows, from + some) - from);
+        for (int64_t c = from; c < until; c += LANES) score_keys(own, from, c);
     }
     for (int64_t row = 0; row < count; row++) {
         const Query& query = queries[row];
@@ -351,23 +381,23 @@ void attend_kind(const Attention& of, const Query* queries, int64_t count) {
     }
     for (int64_t row = 0; row < count; row++)
         std::fill_n(queries[row].out, values.width, added[row]);
-    // Rows may have no columns, and so no bytes.
-    const int64_t wide = std::max<int64_t>(1, Kind::bytes(values.width));
-    const int64_t block = std::max<int64_t>(1, NEAR_BYTES / wide);
-    for (int64_t c = 0; c < rows; c += block)
+    const int64_t block = near_rows<Kind>(values);
+    for (int64_t c = 0; c < rows; c += block) {
+        const int64_t there = std::min(block, rows - c);
+        const Rows own = lying.from<Kind>(values, begin + c, there);
         by_rows(count, [&](auto rows_at_once, int64_t first) {
             constexpr int ROWS = rows_at_once.value;
             const auto columns = [&](auto vectors, int64_t e) {
                 const int64_t last = std::min<int64_t>(LANES, values.width - e);
                 weigh<Kind, ROWS, vectors.value>(
-                    weights + first * stride + c, stride, values, begin + c,
-                    std::min(block, rows - c), last, queries + first, e);
+                    weights + first * stride + c, stride, own, 0, there, last, queries + first, e);
             };
             int64_t e = 0;
             for (; e + FEW * LANES <= values.width; e += FEW * LANES)
                 columns(std::integral_constant<int, FEW>(), e);
             for (; e < values.width; e += LANES) columns(std::integral_constant<int, 1>(), e);
         });
+    }
     for (int64_t row = 0; row < count; row++)
         for (int64_t e = 0; e < values.width; e++) queries[row].out[e] /= totals[row];
 }

@@ -13,13 +13,23 @@ namespace graftwork {
 // Query rows that read keys and values together.
 constexpr int64_t TOGETHER = 8;
 
+// Rows that are made when they are read.
+struct Source {
+    // Writes `count` rows from the first on.
+    virtual void read(int64_t first, int64_t count, float* to) const = 0;
+
+protected:
+    ~Source() = default;
+};
+
 // Rows of a cache [C, width], as floats or as whole numbers of 4 or 8 bits without a sign. A row's
 // numbers are `steps`' first number times these, plus its second one. Of 4 bits, the first half of a
-// row's numbers are the lower halves of its bytes.
+// row's numbers are the lower halves of its bytes. Or floats that a source makes.
 struct Rows {
     const void* data;
     const float* steps;  // [C, 2], or null for floats
     int64_t width, bits;  // 32: floats
+    const Source* source = nullptr;
 };
 
 // What all rows of an attention have in common.

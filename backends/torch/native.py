@@ -230,7 +230,7 @@ def _own(op: OpDef, sizes: str) -> None:
         given = check(*operands)
         results = like(given, *operands)
         made = results if isinstance(results, tuple) else (results,)
-        numbers = [given.sizes[axis] for axis in sizes]
+        numbers = [given.sizes.get(axis, 0) for axis in sizes]
         how = [value or zero for value, zero in zip(operands[count:], zeros, strict=True)]
         kernel(*operands[:count], *made, *numbers, *how, torch.get_num_threads())
         return results

@@ -47,7 +47,8 @@ class Product:
 class Native:
     """A kernel of `backends/kernels` for an op, on float32 operands.
 
-    sizes: letters of the declaration that are passed to the kernel, in order. cast: floating
+    sizes: letters of the declaration that are passed to the kernel, in order; those of operands
+    that are absent as 0. cast: floating
     operands, by name, that torch converts to float32 first; other dtypes elsewhere run the op's
     meaning. onnx: whether ONNX Runtime runs the kernel too. Floating options that are None are
     passed as 0.
@@ -133,7 +134,7 @@ def op(
 def _check_native(op: str, native: Native, declared: Declared) -> None:
     """Kernels get bare addresses and numbers, and check none of them. Errors: `InputError` for
     sizes that are not one letter each of the declaration, and for a cast of what is no operand."""
-    axes = [axes for name, _, axes in declared.operands if name in declared.required]
+    axes = [axes for _, _, axes in declared.operands]
     axes += [parts(result)[2] for result in declared.results]
     axes += [item[0] for item in declared.items if " = " in item]
     known = {letter for letter in "".join(axes) if letter.isupper()}
@@ -142,7 +143,7 @@ def _check_native(op: str, native: Native, declared: Declared) -> None:
     if wrong:
         raise InputError(
             f"{op}: its native kernel is told the sizes {native.sizes!r}, got {wrong[0]!r}: "
-            f"expected each letter once, of {''.join(sorted(known))}, which are always known"
+            f"expected each letter once, of {''.join(sorted(known))}"
         )
     if strange := [name for name in native.cast.split() if name not in declared.names]:
         raise InputError(

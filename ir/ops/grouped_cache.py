@@ -1,8 +1,8 @@
 """Caches whose older rows are quantized in groups (KIVI).
 
-Values of a group are ``step * code + least``. A group is several rows of one channel (keys, whose
-channels differ in scale) or several channels of one row. The latest rows, which may be rolled back,
-are floats in a state of their own.
+Values of a group are ``step * code + least``, both in half precision. A group is several rows of
+one channel (keys, whose channels differ in scale) or several channels of one row. The latest rows,
+which may be rolled back, are floats in a state of their own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from ..support.errors import InputError
 from . import Sample, op
 from .operands import Operands
 
+HALF = torch.float16
+MOST = 65504.0
+"""The largest number in half precision."""
 U8 = torch.uint8
 BITS = (2, 3, 4, 8)
 
@@ -71,7 +74,7 @@ def stored_rows(past: int, residual: int, block: int) -> int:
     return past - min(past, residual + past % block)
 
 
-def _check_groups(
+def check_groups(
     op: str, width: int, rows: int | None, bits: int, group: int, by: bool, outliers: int
 ) -> int:
     """The group size along a row or a channel. Errors: `InputError`."""
@@ -102,7 +105,7 @@ def _check_quantize(
     given: Operands, bits: int, group: int, by_channel: bool, outliers: int
 ) -> None:
     rows, width = given.sizes["T"], given.sizes["D"]
-    each = _check_groups(given.op, width, rows, bits, group, by_channel, outliers)
+    each = check_groups(given.op, width, rows, bits, group, by_channel, outliers)
     given.sizes.update(
         K=width * bits // 8,
         S=rows // each if by_channel else rows,
@@ -110,21 +113,22 @@ def _check_quantize(
     )
 
 
-@op("x: BGTD -> u8 BGTK, f32 BGSN", samples=_quantize_samples, also=_check_quantize)
+@op("x: BGTD -> u8 BGTK, f16 BGSN", samples=_quantize_samples, also=_check_quantize)
 def quantize_groups(
     x: Tensor, *, bits: int, group: int, by_channel: bool, outliers: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Quantize rows in groups of `group` values with a common step and minimum.
 
-    ``%r: (u8[B,G,64,16], f32[B,G,2,128]) = graftwork.quantize_groups(%k, bits=2, group=32,
+    ``%r: (u8[B,G,64,16], f16[B,G,2,128]) = graftwork.quantize_groups(%k, bits=2, group=32,
     by_channel=True)``
 
     x [B,G,T,D] -> codes u8[B,G,T,D*bits/8] of 2, 3, 4 or 8 bits, and steps. by_channel: groups of
-    consecutive rows, steps f32[B,G,T/group,N*D]; else groups of consecutive channels (all, if fewer
-    than `group`), steps f32[B,G,T,N*D/group]. N is 2 + 2 * outliers: step, minimum, then index and
-    value of each of the `outliers` values that are farthest from the group's mean. Outliers are
-    stored exactly and do not widen the step. A row's first D*bits/8 codes are the lowest bits of
-    its bytes, the next ones the bits above; of 3 bits, the two lower ones of all codes come first.
+    consecutive rows, steps f16[B,G,T/group,N*D]; else groups of consecutive channels (all, if fewer
+    than `group`), steps f16[B,G,T,N*D/group]. N is 2 + 2 * outliers: step, minimum, then index and
+    value of each of the `outliers` values that are farthest from the group's mean. They are rounded
+    to half precision, within its range, before codes are chosen. Outliers do not widen the step. A
+    row's first D*bits/8 codes are the lowest bits of its bytes, the next ones the bits above; of 3
+    bits, the two lower ones of all codes come first.
     Source: Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (2024);
     outliers: Hooper et al., "KVQuant" (2024), and Kang et al., "GEAR" (2024).
     """
@@ -144,12 +148,17 @@ def quantize_groups(
             apart += [which.float(), numbers.masked_fill(~found, 0.0).sum(axis, keepdim=True)]
             far = far.masked_fill(found, -1.0)
             small, large = small.masked_fill(found, 3e38), large.masked_fill(found, -3e38)
-    least, most = small.amin(axis, keepdim=True), large.amax(axis, keepdim=True)
-    step = (most - least) / float(2**bits - 1)
+    least = _half(small.amin(axis, keepdim=True))
+    step = _half((large.amax(axis, keepdim=True) - least) / float(2**bits - 1))
     codes = torch.round((numbers - least) / torch.where(step > 0, step, torch.ones_like(step)))
     codes = torch.clamp(codes, 0.0, float(2**bits - 1)).reshape(x.shape)
     kept = [part.squeeze(axis) for part in (step, least, *apart)]
-    return _packed(codes, bits).to(U8), torch.cat(kept, dim=-1)
+    return _packed(codes, bits).to(U8), torch.cat(kept, dim=-1).clamp(-MOST, MOST).to(HALF)
+
+
+def _half(x: Tensor) -> Tensor:
+    """Numbers f32 that half precision has, the nearest to x."""
+    return x.clamp(-MOST, MOST).to(HALF).float()
 
 
 def _places(count: int, axis: int, device: torch.device) -> Tensor:
@@ -168,9 +177,9 @@ def _check_values(
     given: Operands, steps: Tensor, bits: int, group: int, by_channel: bool, outliers: int
 ) -> None:
     if not by_channel and given.sizes["S"] != given.sizes["C"]:
-        given.refuse("steps", steps, "BGCN", torch.float32)
+        given.refuse("steps", steps, "BGCN", HALF)
     width = given.sizes["D"] = given.sizes["K"] * 8 // max(bits, 1)
-    each = _check_groups(given.op, width, None, bits, group, by_channel, outliers)
+    each = check_groups(given.op, width, None, bits, group, by_channel, outliers)
     numbers = (2 + 2 * outliers) * (width if by_channel else width // each)
     if steps.shape[3] != numbers:
         raise InputError(
@@ -179,7 +188,7 @@ def _check_values(
         )
 
 
-@op("codes: u8 BGCK, steps: f32 BGSN -> f32 BGCD", samples=_values_samples, also=_check_values)
+@op("codes: u8 BGCK, steps: f16 BGSN -> f32 BGCD", samples=_values_samples, also=_check_values)
 def group_values(
     codes: Tensor, steps: Tensor, *, bits: int, group: int, by_channel: bool, outliers: int = 0
 ) -> Tensor:
@@ -192,6 +201,7 @@ def group_values(
     rows, width = codes.shape[2], codes.shape[3] * 8 // bits
     numbers = _unpacked(codes.float(), width, bits)
     index = torch.arange(rows, device=codes.device)
+    steps = steps.float()
     if by_channel:
         known = steps.index_select(2, torch.div(index, group, rounding_mode="floor"))
         parts: list[Tensor] = list(known.split(width, dim=3))

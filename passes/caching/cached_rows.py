@@ -29,6 +29,15 @@ def reach_of(mask: torch.fx.Node) -> str:
     return " and ".join(_REACHES[name].format(size) for name, size in found.items() if size)
 
 
+def window_of(attend: torch.fx.Node) -> int | None:
+    """How many positions back an attention sees at most, itself included; None: all."""
+    mask = arguments(attend)["mask"]
+    found: int | None = None
+    if isinstance(mask, torch.fx.Node) and mask.target is G.step_mask.default:
+        found = arguments(mask)["window"]
+    return found
+
+
 def scored(attend: torch.fx.Node) -> dict[str, Any]:
     """Scale and softcap of an attention, where it has one."""
     given = arguments(attend)
@@ -80,6 +89,11 @@ class Written:
         return {name: given[name] for name in ("bits", "turned") if name in given}
 
     @property
+    def window(self) -> int | None:
+        """See `window_of`."""
+        return window_of(self.attend)
+
+    @property
     def options(self) -> dict[str, Any]:
         """See `scored`."""
         return scored(self.attend)
@@ -108,6 +122,11 @@ def written(fn: Function, program: Program) -> Iterator[Written]:
 def _writes_state(node: Any, program: Program) -> bool:
     made = isinstance(node, torch.fx.Node) and node.target is G.cache_write.default
     return made and str(node.args[0].target) in program.states
+
+
+def unbounded(fn: Function, program: Program) -> list[Written]:
+    """Those whose attention looks back over no sliding window."""
+    return [write for write in written(fn, program) if write.window is None]
 
 
 class Read(NamedTuple):

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from ...ir import Function, PassError, Program, Role
+from ...ir import Function, PassError, Program, Role, arguments
 from ...ir.plan import KeepAll
 from ...ir.plan.contract import Contract
 from ...ir.plan.inputs import INPUTS
@@ -42,11 +42,14 @@ class CacheContents(Pass):
         rest = f", {why}" if why else ""
         self.refuse(taken, f"the plan has cache={program.plan.cache.brief} already{rest}")
 
-    def refuse_places(self, program: Program, why: str = "") -> None:
-        """Errors: `PassError`, and why, if attention over caches asks where rows stand."""
+    def refuse_places(self, program: Program, why: str = "", *, windows: bool = True) -> None:
+        """Errors: `PassError`, and why, if attention over caches asks where rows stand. windows:
+        whether a sliding window counts as that."""
         rest = f", {why}" if why else ""
         for fn in program.functions.values():
             masks = fn.calls(G.step_mask.default)
+            if not windows:
+                masks = [mask for mask in masks if arguments(mask)["window"] is None]
             for near in filter(None, map(reach_of, masks)):
                 self.refuse(True, f"{fn.name} looks back over {near}{rest}")
             by_distance = bool(masks and fn.calls(G.alibi.default, G.distance_bias.default))

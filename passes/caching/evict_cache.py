@@ -27,10 +27,14 @@ positions: "absolute", rows keep the positions of the text, which ends at the mo
 where they end up, and nothing sees further than the budget. Turning again and again adds rounding
 errors, in half precision some percent over a long text; the sinks are never turned.
 
-Refuses attention that looks back a fixed distance (sliding windows, chunks, ALiBi), because what
-it should see depends on positions that are gone; keys that a rotation did not make last (positions
-"cache"); a budget that is no multiple of the block, too small for what is always kept and one
-draft, or never full within the model's context; a cache that loses rows already.
+Layers that look back over a sliding window hold the rows that it reaches, and no more: they lose
+nothing. The budget is that of the others.
+
+Refuses attention that looks back a fixed distance otherwise (chunks, ALiBi), because what it should
+see depends on positions that are gone; models that have sliding windows alone, or whose draft has
+some; keys that a rotation did not make last (positions "cache"); a budget that is no multiple of
+the block, too small for what is always kept and one draft, or never full within the model's
+context; a cache that loses rows already.
 """
 
 from __future__ import annotations
@@ -97,12 +101,24 @@ class EvictCache(LearnedContents, RecordedContents):
 
     def learn(self, program: Program, evidence: Evidence) -> Outcome:
         """The same as `run`, with budgets that are found on text."""
-        return self._made(program, evidence.sampled(self.sample, program))
+        self._refuse_windows(program)
+        return self.evicted(program, evidence.sampled(self.sample, program))
 
     def run(self, program: Program) -> Outcome:
-        return self._made(program, None)
+        self._refuse_windows(program)
+        return self.evicted(program, None)
 
-    def _made(self, program: Program, windows: torch.Tensor | None) -> Outcome:
+    def _refuse_windows(self, program: Program) -> None:
+        caches = list(written(program.step, program))
+        self.refuse(
+            bool(caches) and all(cache.window is not None for cache in caches),
+            f"every layer of {program.name} looks back over a sliding window: there is no other "
+            f"whose rows could be chosen among (hold_windows drops what no window reaches)",
+        )
+
+    def evicted(self, program: Program, windows: torch.Tensor | None) -> Outcome:
+        """The program with a budget, also where windows alone drop rows. windows: i64[N,T], of
+        text to find budgets on."""
         self.refuse(
             program.recurrent,
             f"{program.name} has recurrences, which hold what all rows add up to: none can be "
@@ -113,11 +129,17 @@ class EvictCache(LearnedContents, RecordedContents):
         if not writes:
             return Outcome(program, 0, "no function writes keys and values into caches")
         own = [write for write in writes if program.step.has_input(write.names[0])]
+        for write in writes:
+            self.refuse(
+                write.window is not None and not program.step.has_input(write.names[0]),
+                f"{write.what} looks back over a sliding window, and is a draft's",
+            )
         settings = Settings.of(self, self.made(), program, own, windows)
         states = dict(program.states)
         remarks: tuple[str, ...] = ()
         if self.heads == "own":
-            remarks = by_query_head(own, functions.values(), states)
+            chosen = [write for write in own if write.window is None]
+            remarks = by_query_head(chosen, functions.values(), states)
         classes = _classes(settings, own, functions, states)
         builder = Builder(settings, program, functions, states, classes)
         for write in writes:
@@ -130,7 +152,7 @@ class EvictCache(LearnedContents, RecordedContents):
             budget=settings.most,
             turned=settings.turned,
             window=WINDOW if builder.keeps_queries else "",
-            always=settings.score.needs("sums") or settings.asks_opening or bool(classes),
+            always=settings.score.needs("sums") or settings.asks_opening or bool(settings.by_cache),
             capacities=tuple(classes),
             budgets=tuple(classes.values()),
             opening=OPENING if settings.asks_opening else "",
@@ -142,7 +164,7 @@ class EvictCache(LearnedContents, RecordedContents):
 
     def _writes(self, functions: dict[str, Function], program: Program) -> Iterator[Written]:
         """Of each layer with a cache the first write; of the target's, from its plain step."""
-        self.refuse_places(program, "which rows that were dropped would shift")
+        self.refuse_places(program, "which rows that were dropped would shift", windows=False)
         seen: set[str] = set()
         step = program.step.name
         first = sorted(
@@ -172,12 +194,17 @@ def _classes(
     """Capacities for layers of the target that keep fewer rows than others, and how many; functions
     and states are made to use them."""
     classes: dict[int, str] = {}
+    kept: dict[int | None, list[State]] = {}
     for budget, write in zip(settings.by_cache, caches, strict=bool(settings.by_cache)):
-        if budget == settings.most:
-            continue
-        symbol = classes.setdefault(budget, f"C.{len(classes) + 2}")
-        own = [narrowed(states[name], symbol) for name in write.names]
-        states.update({state.name: state for state in own})
-        for fn in functions.values():
-            narrow(fn, own, budget, settings.record.block)
+        own = [states[name] for name in write.names]
+        fewer = budget if budget < settings.most else None
+        if fewer is not None:
+            symbol = classes.setdefault(budget, f"C.{len(classes) + 2}")
+            own = [narrowed(state, symbol) for state in own]
+            states.update({state.name: state for state in own})
+        if fewer is not None or write.window is not None:
+            kept.setdefault(fewer, []).extend(own)
+    for fn in functions.values():
+        for fewer, own in kept.items():
+            narrow(fn, own, fewer, settings.record.block)
     return {symbol: budget for budget, symbol in classes.items()}

@@ -25,7 +25,7 @@ from ...ir import (
 from ...ir.plan import Evict
 from ...ir.rewrite.cleanup import sweep
 from ...ir.rewrite.expand import inline
-from .budgets.base import BUDGETS
+from .budgets.base import BUDGETS, alike
 from .cached_rows import ATTENDS, CachedRows, Written
 from .contents import upkeep
 from .rotation import Rotation
@@ -89,16 +89,27 @@ class Settings:
             f"budget={budget} leaves no row to choose beside sinks={sinks} and recent={recent}",
         )
         options.refuse_small(program, block)
-        layers = [program.states[cache.names[0]].layer for cache in caches]
+        near = [cache.window for cache in caches]
+        whole = [cache for cache, window in zip(caches, near, strict=True) if window is None]
+        layers = [program.states[cache.names[0]].layer for cache in whole]
         if windows is not None:
             _check_text(options, budget, layers, windows)
         by_cache = BUDGETS.find(options.layers)(
             {
-                **{"program": program, "caches": caches, "windows": windows, "layers": layers},
+                **{"program": program, "caches": whole, "windows": windows, "layers": layers},
                 **{"budget": budget, "block": block, "sinks": sinks, "recent": recent},
                 "context": program.info.context,
             }
         )
+        if len(whole) < len(caches):
+            chosen = iter(by_cache or [budget] * len(whole))
+            longest = (program.info.context - block) // block * block
+            by_cache = [
+                next(chosen)
+                if window is None
+                else max(block, min(_whole(window - 1, block), longest))
+                for window in near
+            ]
         own = score.tuned(options.tuning)
         made = cls(options, record, score, own, sinks, recent, tuple(by_cache))
         made._check(program)
@@ -120,10 +131,13 @@ class Settings:
             f"method={options.method!r} turns queries to a text's end, which only "
             f"positions='cache' tells",
         )
+        what = f"layers={options.layers!r}"
+        if options.layers == alike.__name__:
+            what = "a sliding window"
         refuse(
             bool(self.by_cache) and self.turned,
-            f"layers={options.layers!r} has rows end at other places in other layers, and "
-            f"positions='cache' takes their place for their position",
+            f"{what} has rows end at other places in other layers, and positions='cache' takes "
+            f"their place for their position",
         )
         refuse(
             self.most + block > context,
@@ -131,6 +145,11 @@ class Settings:
             f"{context}: the cache would never be full",
         )
         options.refuse_other(program)
+
+
+def _whole(rows: int, block: int) -> int:
+    """Rows of so many whole blocks that there is room for these."""
+    return -(-rows // block) * block
 
 
 def _check_text(
@@ -186,9 +205,11 @@ class Builder:
             for name, rows in (("keys", write.keys), ("values", write.values))
         }
         drafts = not self.program.step.has_input(key)
-        score = window if drafts else settings.score
+        score = settings.score if write.window is None and not drafts else window
         sinks, recent = settings.sinks, settings.recent
-        if drafts and settings.score is not window:
+        if write.window is not None:
+            sinks, recent = 0, 0
+        elif drafts and settings.score is not window:
             sinks, recent = window.sinks, 0
         self.refuse(
             "softcap" in write.options and score.needs("scale"),

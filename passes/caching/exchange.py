@@ -52,7 +52,8 @@ def exchange(
 ) -> Function:
     """A function whose attention reads other states: those of `made`, by the name of the old one.
 
-    write: what stands for a call of `cache_write`, given what stands for its cache. attend: what
+    write: what stands for a call of `cache_write`, given what stands for its cache; inputs that are
+    not written stay what they are. attend: what
     stands for a call of `attend`, given keys and values. Errors: `PassError` naming the pass `who`
     if something else reads the old states.
     """
@@ -74,8 +75,12 @@ def exchange(
                 parts[node] = write(fn, node, parts[given["cache"]])
     outputs: dict[str, torch.fx.Node] = {}
     for name, value in fn.outputs.items():
-        names = [new.name for new in made[name]] if name in own else [name]
-        outputs.update(zip(names, parts[value] if name in own else (value,), strict=True))
+        if name not in own:
+            outputs[name] = value
+            continue
+        for state, part in zip(made[name], parts[value], strict=True):
+            if part.op != "placeholder":
+                outputs[state.name] = part
     fn.set_outputs(outputs)
     for node in reversed(list(fn)):
         if node in parts or (node.target is G.attend.default and not node.users):

@@ -9,15 +9,13 @@ Before::
 
 After (bits 2)::
 
-    state kv.0.key.codes: u8[B,G,C,16], kv.0.key.steps: f32[B,G,C.2,128]
+    state kv.0.key.codes: u8[B,G,C,16], kv.0.key.steps: f16[B,G,C.2,128]
     state kv.0.key.recent: f32[B,G,C.1,64] ...
     func step(..., past, kv.0.key.codes, kv.0.key.steps, kv.0.key.recent, ...) -> ... {
       %r: i64[B] = aten.minimum(%past, aten.add.Scalar(aten.remainder.Scalar(%past, 64), 128))
       %kr: f32[B,G,C.1,64] = graftwork.cache_write(%kv.0.key.recent, %k, %r)
-      %s: f32[B,G,C,64] = graftwork.group_values(%kv.0.key.codes, %kv.0.key.steps, bits=2,
-          group=32, by_channel=True)
-      %kw: f32[B,G,C,64] = graftwork.join_rows(%s, %kr, %past, residual=128, block=64)
-      %y: f32[B,H,T,64] = graftwork.attend(%q, %kw, %vw, %m, scale=0.125)
+      %y: f32[B,H,T,64] = graftwork.attend_grouped(%q, %kv.0.key.codes, %kv.0.key.steps, %kr, ...,
+          %past, %m, bits=2, group=32, keys_by_channel=True, residual=128, block=64, scale=0.125)
 
     upkeep func store(past, kv.0.key.codes, ...) -> kv.0.key.codes, ...   # oldest rows to codes
     decode {
@@ -25,8 +23,8 @@ After (bits 2)::
 
 Where a text ends a block, the oldest `block` of more than `residual` float rows get codes, once and
 for good: steps never do that, so what they write is taken back as ever, and drafts change nothing
-of what the model says. Attention reads all rows as floats, which are made of the codes in every
-step: what is saved is memory. `stored_form` says what rows may be beside codes of groups.
+of what the model says. Attention reads the codes where they lie. `stored_form` says what rows may
+be beside codes of groups.
 
 Refuses caches that something else than attention reads, or that are written elsewhere than behind
 `past`; rows and blocks that are no whole groups; a plan with another cache policy; `turned` where
@@ -44,18 +42,20 @@ import torch
 import torch.fx
 from pydantic import Field
 
-from ...ir import Function, PassError, Program, State, Sym, TensorType, site_of
+from ...ir import Function, PassError, Program, State, Sym, TensorType, arguments, site_of
 from ...ir.ops.grouped_cache import whole_bytes
 from ...ir.plan import StoreOld
 from ..engine.base import Outcome
 from ..policies import builds
+from .cached_rows import scored
 from .contents import RecordedContents, upkeep
-from .exchange import beside, cached_states, erase, exchanged
+from .exchange import beside, cached_states, exchange, exchanged
 from .layer_budgets import rows_before
 from .rotation import Rotation
-from .stored_form import StoredForm, bits_remark
+from .stored_form import CODES, LEFT, RIGHT, STEPS, StoredForm, bits_remark
 
 A, G = torch.ops.aten, torch.ops.graftwork
+Node = torch.fx.Node
 RECENT = "recent"
 LATEST, GROUPS = "C.1", "C.2"
 
@@ -156,60 +156,65 @@ class QuantizeOldRows(RecordedContents):
     def _read(
         self,
         function: Function,
-        forms: dict[str, StoredForm],
+        forms: Mapping[str, StoredForm],
         program: Program,
         made: Mapping[str, Mapping[str, State]],
         record: StoreOld,
     ) -> Function:
-        """A function that writes the latest rows, and reads all."""
-        own = [str(node.target) for node in function.inputs if str(node.target) in forms]
-        if not own:
-            return function
-        fn = function.copy()
-        place = rows_before(fn, record.residual, record.block)
-        places = self._places(fn) if self.unrotated else None
-        outputs = dict(fn.outputs)
-        for name in own:
-            node = fn.input(name)
-            parts = {part: fn.add_input(new.name, new.type) for part, new in made[name].items()}
-            writes = [user for user in node.users if user.op != "output"]
-            if len(writes) != 1 or writes[0].target is not G.cache_write.default:
-                raise PassError(
-                    f"{self.name}: {len(writes)} calls of {fn.name} use {name}; expected one, "
-                    f"which writes rows that attention reads"
-                )
-            (write,) = writes
-            if write.args[2] is not fn.input("past"):
-                raise PassError(
-                    f"{self.name}: %{write.name} of {fn.name} writes {name} elsewhere than behind "
-                    f"past: leave out what drafts so, or this pass"
-                )
-            with fn.graph.inserting_before(write):
-                latest = fn.call(
-                    G.cache_write.default, parts[RECENT], write.args[1], place, site=site_of(write)
-                )
-                old = forms[name].read(fn, program, parts, places)
-                rows = fn.call(
-                    G.join_rows.default,
-                    *(old, latest, fn.input("past")),
-                    site=site_of(write),
-                    residual=record.residual,
-                    block=record.block,
-                )
-            for reader in [user for user in write.users if user.op != "output"]:
-                reader.replace_input_with(write, rows)
-            del outputs[name]
-            outputs[f"{name}.{RECENT}"] = latest
-            fn.set_outputs(outputs)
-            erase(self.name, fn, write)
-            erase(self.name, fn, node)
-        return fn
+        """A function that writes the latest rows, and whose attention reads codes."""
+        place: list[Node] = []
+        angles: dict[Rotation, list[Node]] = {}
 
-    def _places(self, fn: Function) -> torch.fx.Node:
-        """0, 1, 2, ... for all rows of a cache, at the top of a function: i64[1,C]."""
-        with fn.graph.inserting_before(fn.calls()[0]):
-            index = fn.call(A.arange.start_step, 0, Sym("C"), 1, dtype=torch.int64)
-            return fn.call(A.unsqueeze.default, index, 0)
+        def write(fn: Function, node: Node, caches: tuple[Node, ...]) -> tuple[Node, ...]:
+            given = arguments(node)
+            if given["past"] is not fn.input("past"):
+                raise PassError(
+                    f"{self.name}: %{node.name} of {fn.name} writes {given['cache'].target} "
+                    f"elsewhere than behind past: leave out what drafts so, or this pass"
+                )
+            if not place:
+                place.append(rows_before(fn, record.residual, record.block))
+            *old, recent = caches
+            new = given["new"], place[0]
+            return (*old, fn.call(G.cache_write.default, recent, *new, site=site_of(node)))
+
+        def attend(
+            fn: Function, node: Node, keys: tuple[Node, ...], values: tuple[Node, ...]
+        ) -> Node:
+            given, owners = arguments(node), [_owner(rows) for rows in (keys, values)]
+            first, second = (forms[owner] for owner in owners)
+            rotation = first.rotation
+            if rotation is not None and rotation not in angles:
+                angles[rotation] = rotation.angles(fn, program, self._places(fn))
+            cos, sin = angles[rotation] if rotation is not None else (None, None)
+            pairs = zip(owners, (keys, values), strict=True)
+            parts = [dict(zip(made[owner], rows, strict=True)) for owner, rows in pairs]
+            factors = [part.get(side) for part in parts for side in (LEFT, RIGHT)]
+            stored = [part[name] for part in parts for name in (CODES, STEPS, RECENT)]
+            how = first.how | scored(node)
+            del how["by_channel"]
+            how |= {"keys_by_channel": first.by_channel, "values_by_channel": second.by_channel}
+            how |= {"residual": record.residual, "block": record.block}
+            if self.turned:
+                how["turned"] = True
+            if rotation is not None and rotation.interleaved:
+                how["interleaved"] = True
+            return fn.call(
+                G.attend_grouped.default,
+                *(given["q"], *stored, fn.input("past")),
+                *(given[name] for name in ("mask", "bias", "sinks")),
+                *(*factors, cos, sin),
+                site=site_of(node),
+                **how,
+            )
+
+        states = {name: [*parts.values()] for name, parts in made.items()}
+        return exchange(self.name, function, states, write, attend)
+
+    def _places(self, fn: Function) -> Node:
+        """0, 1, 2, ... for all rows of a cache: i64[1,C]."""
+        index = fn.call(A.arange.start_step, 0, Sym("C"), 1, dtype=torch.int64)
+        return fn.call(A.unsqueeze.default, index, 0)
 
     def _store(
         self,
@@ -255,6 +260,11 @@ class QuantizeOldRows(RecordedContents):
             outputs[f"{state}.{RECENT}"] = fn.call(G.cache_write.default, given[RECENT], rest, zero)
         fn.set_outputs(outputs)
         return fn
+
+
+def _owner(parts: tuple[Node, ...]) -> str:
+    """The name of the state that these stand for."""
+    return str(parts[0].target).removesuffix(f".{CODES}")
 
 
 def _states(state: State, form: StoredForm) -> dict[str, State]:

@@ -41,7 +41,7 @@ from ...ir.plan import MarkChunks
 from ...ir.plan.bounds import Context, Rank
 from ..engine.base import Outcome
 from ..policies import builds
-from .cached_rows import Written, reach_of, written
+from .cached_rows import Written, reach_of, unbounded, written
 from .contents import RecordedContents, upkeep
 from .read_sparse import attend_rows, check_sparse
 
@@ -60,7 +60,7 @@ class ReadChunks(RecordedContents):
     name: ClassVar[str] = "read_chunks"
 
     def run(self, program: Program) -> Outcome:
-        caches = list(written(program.step, program))[self.full :]
+        caches = unbounded(program.step, program)[self.full :]
         if not caches:
             return Outcome(program, 0, f"no attention of {program.step.name} is left to read fewer")
         record: MarkChunks = self.made()

@@ -30,9 +30,11 @@ those of a prompt, too, so that what it reads does not depend on what shares its
 that write a cache of the step's read it so; one that lacks the layer that picks, picks where it
 first would read what was picked. A draft's own cache is read as before.
 
+Layers that look back over a sliding window read that.
+
 Refuses caches that lose rows or store them in few bits; attention that weighs rows by their
-distance (ALiBi); layers that would read rows picked under another mask, such as a sliding window's;
-options that leave no layer to read sparsely.
+distance (ALiBi); layers that would read rows picked under another mask, such as a chunk's; options
+that leave no layer to read sparsely.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ from ...ir import (
 )
 from ..engine.base import Evidence, Outcome, TextSample, register
 from ..engine.feed import watched
-from .cached_rows import Written, written
+from .cached_rows import Written, unbounded, written
 from .contents import LearnedContents
 from .exchange import beside
 
@@ -97,7 +99,7 @@ class ReadSparse(LearnedContents):
 
     def _made(self, program: Program, windows: torch.Tensor | None) -> Outcome:
         self.refuse_other(program, "which moves rows or drops them, and rows are picked among all")
-        caches = list(written(program.step, program))
+        caches = unbounded(program.step, program)
         if not caches:
             return Outcome(program, 0, f"{program.step.name} has no attention that reads a cache")
         turns = self._turns(caches)
@@ -128,9 +130,9 @@ class ReadSparse(LearnedContents):
         least = picks + (self.pick == "attention")
         if left < max(least, 1):
             raise PassError(
-                f"{self.name}: of {len(names)} layers, full={self.full} read all rows, and "
-                f"pick={self.pick!r} with picks={self.picks} leaves none to read fewer: expected "
-                f"at least {self.full + max(least, 1)} layers, or other options"
+                f"{self.name}: of {len(names)} layers that see all rows, full={self.full} read "
+                f"all, and pick={self.pick!r} with picks={self.picks} leaves none to read fewer: "
+                f"expected at least {self.full + max(least, 1)} layers, or other options"
             )
         picking = {self.full + left * n // picks for n in range(picks)}
         return {name: None if n < self.full else n in picking for n, name in enumerate(names)}
@@ -234,8 +236,7 @@ class _Editor:
         self.options.refuse(
             mask is not given["mask"],
             f"{write.what} may see other rows than the layer before it that picks, such as those "
-            f"of a window or chunk alone: set picks=0 with pick='labels', so that each layer picks "
-            f"for itself",
+            f"of a chunk: set picks=0 with pick='labels', so that each layer picks for itself",
         )
         attend_rows(write, rows)
 

@@ -50,21 +50,22 @@ class Rotation:
     ) -> torch.fx.Node:
         """rows f[B,G,T,D], rotated for the positions i64[B,T] or [1,T]; those beyond the table as
         its last one."""
-        cos, sin = self._angles(fn, program, places)
+        cos, sin = self.angles(fn, program, places)
         return fn.call(G.rotary.default, rows, cos, sin, interleaved=self.interleaved)
 
     def undone(
         self, fn: Function, program: Program, rows: torch.fx.Node, places: torch.fx.Node
     ) -> torch.fx.Node:
         """rows as they were before. Tables may be scaled: what is undone has its length again."""
-        cos, sin = self._angles(fn, program, places)
+        cos, sin = self.angles(fn, program, places)
         squares = [fn.call(A.mul.Tensor, angles, angles) for angles in (cos, sin)]
         size = fn.call(A.add.Tensor, *squares)
         back = fn.call(A.div.Tensor, cos, size)
         minus = fn.call(A.neg.default, fn.call(A.div.Tensor, sin, size))
         return fn.call(G.rotary.default, rows, back, minus, interleaved=self.interleaved)
 
-    def _angles(self, fn: Function, program: Program, places: torch.fx.Node) -> list[torch.fx.Node]:
+    def angles(self, fn: Function, program: Program, places: torch.fx.Node) -> list[torch.fx.Node]:
+        """cos and sin f32[B,T,R] of positions i64[B,T]; those beyond the table as its last one."""
         tables = self.tables(fn, program)
         last = int(str(type_of(tables[0]).dims[0])) - 1
         within = fn.call(A.clamp.default, places, 0, last)

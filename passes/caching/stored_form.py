@@ -4,18 +4,18 @@ A form with everything, of keys before their rotation (`turned`, `outliers`, `ra
 
     %u: f32[B,G,64,64] = graftwork.rotary(%oldest, %cos, %minus_sin)        # as before the rotation
     %x: f32[B,G,64,64] = graftwork.hadamard_rows(%u)
-    %q: (u8[B,G,64,16], f32[B,G,1,256]) = graftwork.quantize_groups(%x, bits=2, group=64,
+    %q: (u8[B,G,64,16], f16[B,G,1,256]) = graftwork.quantize_groups(%x, bits=2, group=64,
         by_channel=True, outliers=1)
     %e: f32[B,G,64,64] = aten.sub(%x, graftwork.group_values(%q.0, %q.1, ...))
     %f: (f16[B,G,64,2], f16[B,G,1,128]) = graftwork.low_rank(%e, group=64, rank=2)
 
-and what reads them the same the other way.
+and attention takes them the same way back, see `graftwork.attend_grouped`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,10 +37,10 @@ def bits_remark(bits: int, caches: Sequence[State], parts: Iterable[State], grou
     parts: the states that hold the codes and the rest; those with another capacity than the caches
     have a row for `group` rows of a text.
 
-    >>> made = {"key": "f32[B,2,C,64]", "codes": "u8[B,2,C,16]", "steps": "f32[B,2,C.2,128]"}
+    >>> made = {"key": "f32[B,2,C,64]", "codes": "u8[B,2,C,16]", "steps": "f16[B,2,C.2,128]"}
     >>> key, *parts = [State(n, TensorType.parse(text), 0, n) for n, text in made.items()]
     >>> bits_remark(2, [key], parts, 32)
-    'codes of 2 bits take 4.00 bits a number with the steps and all else that is kept beside them'
+    'codes of 2 bits take 3.00 bits a number with the steps and all else that is kept beside them'
     """
 
     def numbers(state: State) -> int:
@@ -89,7 +89,7 @@ class StoredForm:
         parts = {
             CODES: TensorType(torch.uint8, (*outer, capacity, width * self.bits // 8)),
             STEPS: TensorType(
-                torch.float32, (*outer, shared if self.by_channel else capacity, numbers)
+                torch.float16, (*outer, shared if self.by_channel else capacity, numbers)
             ),
         }
         if self.rank:
@@ -119,18 +119,3 @@ class StoredForm:
             made = fn.call(G.low_rank.default, error, group=self.group, rank=self.rank)
             parts |= {LEFT: (fn.item(made, 0), 1), RIGHT: (fn.item(made, 1), self.group)}
         return parts
-
-    def read(
-        self, fn: Function, program: Program, parts: Mapping[str, Node], places: Node | None
-    ) -> Node:
-        """All rows as numbers. places: i64[1,C], 0, 1, 2, ...; of those with a rotation."""
-        rows = fn.call(G.group_values.default, parts[CODES], parts[STEPS], **self.how)
-        if self.rank:
-            rest = fn.call(G.low_rank_rows.default, parts[LEFT], parts[RIGHT], group=self.group)
-            rows = fn.call(A.add.Tensor, rows, rest)
-        if self.turned:
-            rows = fn.call(G.hadamard_rows.default, rows)
-        if self.rotation is not None:
-            assert places is not None
-            rows = self.rotation.done(fn, program, rows, places)
-        return rows

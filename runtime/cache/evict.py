@@ -29,7 +29,8 @@ class EvictPolicy(BlockPolicy):
 
     def begin(self, batch: int) -> None:
         super().begin(batch)
-        self.executable.reserve(self.record.most)
+        if self.record.most <= self.executable.program.info.context - self.record.block:
+            self.executable.reserve(self.record.most)  # else only texts that end fill the cache
 
     def room(self, rows: Sequence[int]) -> int:
         if self.by_block:

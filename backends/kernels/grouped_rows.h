@@ -1,0 +1,35 @@
+// Rows of a cache whose older ones are codes in groups (`graftwork.quantize_groups`), and whose latest
+// ones are floats.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "query_rows.h"
+
+namespace graftwork {
+
+// codes [C, width * bits / 8]; steps [S, numbers()], in half precision as all that is stored beside
+// codes; latest [L, width]: those from row `stored` on. Unless they are null: left [C, rank] and right
+// [.., rank * width], which are added; cos and sin [C, angles], by which stored rows are rotated.
+// group: rows (by_channel) or channels that share a step. turned: stored rows are those that a Hadamard
+// matrix has turned.
+struct GroupedRows final : Source {
+    const uint8_t* codes;
+    const uint16_t* steps;
+    const float* latest;
+    const uint16_t *left, *right;
+    const float *cos, *sin;
+    int64_t width, stored, L, bits, group, outliers, rank, angles;
+    bool by_channel, turned, interleaved;
+
+    // Numbers that channels share.
+    int64_t shared() const { return by_channel ? width : width / std::min(group, width); }
+    int64_t numbers() const { return (2 + 2 * outliers) * shared(); }
+    // Whether `read` gives all rows turned: those that are rotated, too, are turned back before.
+    bool gives_turned() const { return turned && !cos; }
+    void read(int64_t first, int64_t count, float* to) const override;
+};
+
+}  // namespace graftwork
