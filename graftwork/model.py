@@ -17,13 +17,20 @@ from .artifact.shards import checked
 from .backends import check_columns, check_kernels
 from .backends import compile as compile_for
 from .backends.target import Target
-from .data.calibration import calibrates, check_data, evidence_for, evidence_of
+from .data.calibration import (
+    calibrates,
+    check_data,
+    check_documents,
+    evidence_for,
+    evidence_of,
+)
 from .data.corpus import read_corpus
 from .data.prompts import Prompts, as_ids, check_seed, sample_prompts, validation_batch
 from .exporting.exports import Exports
 from .frontends.generation import Known, nobody
 from .ir import GraftworkError, GraftworkWarning, InputError, Program
 from .ir.execution.executable import Executable
+from .ir.plan.contract import Contract
 from .ir.support.files import plain_path
 from .ir.support.threads import traces
 from .ir.support.tokenizer import read_tokenizer
@@ -31,7 +38,7 @@ from .passes.engine.evidence import Evidence, WorkFolder
 from .passes.engine.manager import arrange, facts_of, run_passes
 from .passes.engine.validate import Validator
 from .recipe import Recipe
-from .report import Report, megabytes, pass_lines, weight_bytes
+from .report import Cost, Report, megabytes, pass_lines, weight_bytes
 from .runtime.asking.input_ids import check_ids
 from .runtime.asking.options import check_defaults
 from .runtime.asking.sources import FEATURES, TOKENS, takes_features
@@ -98,6 +105,7 @@ def optimize(
     validate: bool = False,
     seed: int = 0,
     work: str | Path | None = None,
+    cost: bool | Prompts = False,
     progress: Callable[[str], None] = lambda stage: None,
     known: Known = nobody,
 ) -> Model:
@@ -109,7 +117,9 @@ def optimize(
     .jsonl path), or calibration text (also a folder, see `data.corpus.read_corpus`). validate: run
     the program before and after every pass on prompts and check its contract. seed: of random
     prompts, if there is no data. work: folder of intermediate results of calibration, from which a
-    killed run continues; delete it afterwards. known: called with facts and files of a checkpoint
+    killed run continues; delete it afterwards. cost: of an approximate recipe, report how far its
+    predictions are from the model's (see `report.Cost`), on a bundled text (True) or on texts as in
+    data; this runs the model itself, too. known: called with facts and files of a checkpoint
     before tracing; its exceptions are passed on.
 
     Errors: `GraftworkError` naming the model, recipe, pass or option at fault and a remedy.
@@ -125,9 +135,33 @@ def optimize(
         )
     if work is not None:
         WorkFolder(plain_path("work", work))
+    if not isinstance(cost, bool):
+        check_documents(cost)
     _remark(where)
+    text = data if learns else None
+    prompts = (lambda program: _validation_prompts(program, data, seed)) if validate else None
+    made = _made(model, chosen, where, text, work, prompts, progress, known)
+    if cost is not False and chosen.contract == Contract.APPROXIMATE.value:
+        from .measuring.cost import cost_of
+
+        plain = optimize(model, target=where, progress=progress)
+        made.tell(cost_of(made, plain, None if cost is True else cost, progress))
+    return made
+
+
+def _made(
+    model: Source,
+    chosen: Recipe,
+    where: Target,
+    text: Prompts | None,
+    work: str | Path | None,
+    prompts: Callable[[Program], torch.Tensor] | None,
+    progress: Callable[[str], None],
+    known: Known,
+) -> Model:
+    """See `optimize`. text: to learn from. prompts: to check contracts on."""
     progress("trace")
-    key = None if validate or learns else program_key(model, chosen, where.dtype)
+    key = None if prompts or text is not None else program_key(model, chosen, where.dtype)
     if key is not None and (kept := read_program(key, model, known)) is not None:
         program, report = kept
         changed = {"source": str(model), "recipe": chosen.name, "target": str(where)}
@@ -135,11 +169,10 @@ def optimize(
     making = Making()
     traced = Traced.of(model, where.dtype, making.watching(known))
     evidence = None
-    if learns and data is not None:
-        data = read_corpus(data, traced.program)
-        evidence = evidence_of(data, work, progress)
-    prompts = _validation_prompts(traced.program, data, seed) if validate else None
-    made = transform(traced, chosen, where, prompts=prompts, evidence=evidence, progress=progress)
+    if text is not None:
+        evidence = evidence_of(read_corpus(text, traced.program), work, progress)
+    tried = prompts and prompts(traced.program)
+    made = transform(traced, chosen, where, prompts=tried, evidence=evidence, progress=progress)
     if key is not None and made.report is not None:
         write_program(key, model, made.program, made.report, making)
     return made
@@ -219,6 +252,12 @@ class Model(Exports):
         if self.report is not None:
             # A weak reference: a cycle would keep the weights until garbage collection.
             object.__setattr__(self, "report", self.report.of(weakref.ref(self)))
+
+    def tell(self, cost: Cost) -> None:
+        """Put into the report what the recipe costs."""
+        if self.report is not None:
+            report = self.report.model_copy(update={"cost": cost})
+            object.__setattr__(self, "report", report.of(weakref.ref(self)))
 
     @property
     def compiled(self) -> Executable | None:

@@ -40,6 +40,26 @@ class Measured(Frozen):
     width_error: float | None = None
 
 
+class Cost(Frozen):
+    """What a recipe costs a text. tokens: that were predicted. divergence: mean KL(model || recipe)
+    in nats a token. ratio: perplexity over the model's, and the standard error of that. agreement:
+    share of tokens whose likeliest is the model's."""
+
+    text: str
+    tokens: int
+    divergence: float
+    ratio: float
+    error: float
+    agreement: float
+
+    def __str__(self) -> str:
+        return (
+            f"on {self.text} of {self.tokens} tokens: KL {self.divergence:.4f} nats a token, "
+            f"perplexity {self.ratio:.3f} +- {self.error:.3f} of the model's, "
+            f"{self.agreement:.1%} of the likeliest tokens the same"
+        )
+
+
 class PassLine(Frozen):
     """One pass. matches: their number. nodes_before / after: numbers of calls of ops. check: None
     without validation. remarks: notes for the user."""
@@ -59,7 +79,7 @@ class Report(Frozen):
     """The report of `optimize`. Prints as a table; `model_dump_json()` gives JSON.
 
     trace_seconds: of the frontend. weight_bytes_before / after: size of all weights. generates: the
-    checkpoint's defaults for `generate`.
+    checkpoint's defaults for `generate`. cost: of an approximate recipe, where it was measured.
     """
 
     source: str
@@ -72,6 +92,7 @@ class Report(Frozen):
     weight_bytes_after: int
     passes: tuple[PassLine, ...]
     generates: str = ""
+    cost: Cost | None = None
     _model: Callable[[], Any] | None = PrivateAttr(default=None)
 
     def of(self, model: Callable[[], Any]) -> Report:
@@ -113,7 +134,8 @@ class Report(Frozen):
             f"transformed in {sum(line.seconds for line in self.passes):.1f} s"
         )
         approximate = self.contract == Contract.APPROXIMATE.value
-        notes = [Text(APPROXIMATE, style="yellow")] if approximate else []
+        said = APPROXIMATE if self.cost is None else f"approximate: {self.cost}"
+        notes = [Text(said, style="yellow")] if approximate else []
         notes += [
             Text(f"note: {line.name}: {remark}", style="yellow")
             for line in self.passes

@@ -301,8 +301,8 @@ class Checkpoint:
             parts[field_] = Weight(f"{name}.{field_}", made, Call(stacked))
         weight, scales = parts["weight"], parts["scale"]
         assert weight is not None and scales is not None
-        made = StoredWeight(numeric, weight, scales, parts["offset"])
-        return replace(made, rounded=stored[0].rounded, span=stored[0].span)
+        stack = StoredWeight(numeric, weight, scales, parts["offset"])
+        return replace(stack, rounded=stored[0].rounded, span=stored[0].span)
 
     def _check_rows(self, name: str) -> None:
         module = self.twin.get_submodule(name.rpartition(".")[0])

@@ -10,10 +10,10 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -36,6 +36,9 @@ from .options import (
     require,
 )
 from .train import train
+
+if TYPE_CHECKING:
+    from ..model import Model
 
 # Late imports: torch takes seconds, which `--help` does not need.
 
@@ -113,6 +116,14 @@ def optimize(
         Path | None, typer.Option("--out", **TO_WRITE, help="Where to save the result.")
     ] = None,
     validate: Annotated[bool, typer.Option(help="Check every pass's contract.")] = False,
+    cost: Annotated[
+        bool,
+        typer.Option(help="Measure how far an approximate recipe's predictions are off."),
+    ] = True,
+    cost_on: Annotated[
+        Path | None,
+        typer.Option(help="Texts to measure it on: a file, or a folder (default: a bundled text)."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option(help="Report only; save nothing.")] = False,
     seed: Annotated[int, typer.Option(help="Of random prompts for validation without --data.")] = 0,
     json_: Annotated[bool, typer.Option("--json", help="The report as JSON.")] = False,
@@ -134,8 +145,11 @@ def optimize(
             validate=validate,
             seed=seed,
             work=work,
+            cost=cost_on or False,
             progress=show,
         )
+        if cost and cost_on is None:
+            _measured(result, model, show)
         if folder is not None:
             result.save(folder, progress=lambda name: show(f"save {name}"))
     if result.report is not None and json_:
@@ -144,6 +158,20 @@ def optimize(
         out.print(result.report)
     if folder is not None and not json_:
         out.print(f"saved in {folder}", markup=False)
+
+
+def _measured(made: Model, source: str, show: Callable[[str], None]) -> None:
+    """Say in the report what an approximate recipe costs, where that can be told."""
+    from ..measuring.cost import cost_of, why_not
+    from ..model import optimize as optimize_model
+
+    if made.report is None or made.report.contract != "approximate":
+        return
+    if reason := why_not(made):
+        show(f"what it costs is not measured: {reason}")
+        return
+    plain = optimize_model(source, target=made.target, progress=show)
+    made.tell(cost_of(made, plain, progress=show))
 
 
 app.command()(generate)

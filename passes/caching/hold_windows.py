@@ -24,7 +24,7 @@ Refuses what `evict_cache` refuses.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ...ir import Program
 from ...ir.plan.bounds import Nodes
@@ -50,5 +50,5 @@ class HoldWindows(CacheContents):
             return Outcome(program, 0, "no layer looks back over a sliding window")
         block = min(self.block, program.info.context // 2)
         budget = (program.info.context - block) // block * block
-        made = EvictCache(method=window.name, budget=budget, block=block, sinks=0)
-        return made.evicted(program, None)
+        how: dict[str, Any] = {"budget": budget, "block": block, "sinks": 0}
+        return EvictCache(method=window.name, **how).evicted(program, None)

@@ -74,10 +74,15 @@ class Evidence:
     def sampled(self, sample: TextSample, program: Program) -> torch.Tensor:
         """Windows i64[windows,width], spread evenly over the text. Where texts of this model begin
         with a token of their own, each window does: without it some models are others."""
-        width = sample.width(program)
-        last = len(self.tokens) - width
-        starts = [last * i // max(1, sample.windows - 1) for i in range(sample.windows)]
-        windows = torch.stack([self.tokens[start : start + width] for start in starts])
-        if int(self.tokens[0]) == program.info.bos:
-            windows[:, 0] = program.info.bos
-        return windows
+        return sampled(self.tokens, sample, program)
+
+
+def sampled(tokens: torch.Tensor, sample: TextSample, program: Program) -> torch.Tensor:
+    """See `Evidence.sampled`, of ids i64[N]."""
+    width = sample.width(program)
+    last = len(tokens) - width
+    starts = [last * i // max(1, sample.windows - 1) for i in range(sample.windows)]
+    windows = torch.stack([tokens[start : start + width] for start in starts])
+    if int(tokens[0]) == program.info.bos:
+        windows[:, 0] = program.info.bos
+    return windows

@@ -1,0 +1,92 @@
+"""What a recipe costs a text: its predictions beside those of the model that it was made from.
+
+Both run on the same target by the path that generates, whole texts at once.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..data.corpus import read_corpus
+from ..data.prompts import Prompts
+from ..ir import InputError
+from ..passes.engine.evidence import TextSample, sampled
+from ..report import Cost, megabytes
+
+if TYPE_CHECKING:
+    from ..model import Model
+
+SAMPLE = Path(__file__).with_name("sample.txt")
+"""A text of prose and code, 1,600 to 2,000 tokens, that no model has been trained on."""
+LENGTH, MOST = 256, 48
+"""Tokens of a window, and windows at most."""
+AT_ONCE = 64
+
+
+def why_not(made: Model) -> str:
+    """Why a cost is not measured where nobody asked for it; "" if it can be."""
+    program, report = made.program, made.report
+    if program.plan.source.encoder is not None or "tokenizer.json" not in program.assets:
+        return "it takes a model that continues texts, with its tokenizer"
+    free = available()
+    needed = 0 if report is None else 2 * report.weight_bytes_before
+    if free is not None and needed > free:
+        return f"the model itself would take {megabytes(needed)}, and {megabytes(free)} are free"
+    return ""
+
+
+def available() -> int | None:
+    """Bytes of memory that can be had; None where the system does not tell (but on Linux)."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else None
+
+
+def cost_of(
+    made: Model,
+    plain: Model,
+    text: Prompts | None = None,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Cost:
+    """What `made` costs on a text; None: `SAMPLE`. plain: the model that it was made from, on the
+    same target. Errors: `InputError` for texts that do not make a window of two tokens."""
+    documents = read_corpus(SAMPLE if text is None else text, made.program)
+    tokens = torch.tensor([token for document in documents for token in document])
+    width = min(LENGTH, made.program.info.context, len(tokens))
+    if width < 2:
+        raise InputError(f"cost: a text of {len(tokens)} tokens has nothing to predict")
+    count = min(MOST, len(tokens) // width)
+    windows = sampled(tokens, TextSample(count, width), made.program)
+    divergence, apart, alike = 0.0, [], 0
+    for number, window in enumerate(windows):
+        progress(f"measure what it costs, {100 * number // count}%")
+        own, other = (model(window[None])[0, :-1] for model in (made, plain))
+        losses = [0.0, 0.0]
+        for start in range(0, width - 1, AT_ONCE):
+            part = slice(start, start + AT_ONCE)
+            ours, theirs = (logits[part].log_softmax(-1) for logits in (own, other))
+            divergence += float((theirs.exp() * (theirs - ours)).sum())
+            alike += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+            said = window[1:][part, None]
+            for place, logs in enumerate((ours, theirs)):
+                losses[place] -= float(logs.gather(1, said).sum())
+        apart.append((losses[0] - losses[1]) / (width - 1))
+    predicted, ratio = count * (width - 1), math.exp(statistics.mean(apart))
+    error = statistics.stdev(apart) / math.sqrt(count) * ratio if count > 1 else 0.0
+    return Cost(
+        text="a bundled text" if text is None else "the given text",
+        tokens=predicted,
+        divergence=divergence / predicted,
+        ratio=ratio,
+        error=error,
+        agreement=alike / predicted,
+    )
