@@ -25,6 +25,7 @@ from .data.calibration import (
     evidence_of,
 )
 from .data.corpus import read_corpus
+from .data.cost import cost_of
 from .data.prompts import Prompts, as_ids, check_seed, sample_prompts, validation_batch
 from .exporting.exports import Exports
 from .frontends.generation import Known, nobody
@@ -142,8 +143,6 @@ def optimize(
     prompts = (lambda program: _validation_prompts(program, data, seed)) if validate else None
     made = _made(model, chosen, where, text, work, prompts, progress, known)
     if cost is not False and chosen.contract == Contract.APPROXIMATE.value:
-        from .measuring.cost import cost_of
-
         plain = optimize(model, target=where, progress=progress)
         made.tell(cost_of(made, plain, None if cost is True else cost, progress))
     return made

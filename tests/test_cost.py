@@ -12,8 +12,8 @@ import torch
 
 import graftwork as gw
 from graftwork.cli.demo import demo_folder
-from graftwork.measuring import cost as costs
-from graftwork.measuring.cost import SAMPLE, cost_of, why_not
+from graftwork.data import cost as costs
+from graftwork.data.cost import SAMPLE, cost_of, why_not
 from graftwork.report import Report
 
 DEMO = str(demo_folder())

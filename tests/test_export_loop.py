@@ -38,6 +38,7 @@ from graftwork.recipe import Recipe
 from graftwork.runtime.speculate.sampling import agreed
 
 PROMPTS = ([1, 2, 3, 4], [5, 6, 7, 5, 6, 7, 5, 6], [9])
+BY_TOKEN = {"quantize_weights": {"group": 0, "scales": "f32", "span": 0}}
 IN_INT8 = {"quantize_weights": {"bits": 8, "group": 0, "symmetric": True, "scales": "f32"}}
 LOW = {"threshold": 0.02}
 """A threshold that random weights come to."""
@@ -48,8 +49,9 @@ RECIPES: dict[str, Any] = {
     "prompt_lookup": "prompt_lookup",
     "heads": {"extends": "baseline", "passes": ["draft_medusa", {"tree_chain": {"depth": 3}}]},
     "eagle_chain": "eagle_chain",
-    "int8": "int8",
-    "int8_copyspec": "int8_copyspec",
+    # ONNX alone rounds activations by token.
+    "int8": {"extends": "int8", "passes": [BY_TOKEN]},
+    "int8_copyspec": {"extends": "int8_copyspec", "passes": [BY_TOKEN]},
     "h2o": {"extends": "h2o", "passes": [{"evict_cache": {"budget": 64, "block": 8}}]},
     "skip_layers": {"extends": "baseline", "passes": [{"skip_layers": {"layers": [1]}}]},
     "unified_skipping": "unified_skipping",

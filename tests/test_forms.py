@@ -119,7 +119,7 @@ def test_outputs_that_are_alike_stand_together() -> None:
 def test_learned_codebooks_lose_less_than_steps_of_equal_size(bits: int) -> None:
     weight, seen = heavy(64, 96), moments(correlated(96))
     numeric = Numeric(bits, 96, "affine", torch.float16)
-    plain = method_of("gptq", {})
+    plain = method_of("gptq", {"fitted": False})
     even = plain.quantize(weight.clone(), numeric, plain.prepared(moments(correlated(96))))
     losses = {"even": loss(numeric.dequantize(even) - weight, seen.hessian).sum()}
     for name, options in {"start": {"steps": 0}, "learned": {"steps": 60}}.items():

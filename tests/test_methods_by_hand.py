@@ -330,7 +330,7 @@ def test_recipes_cite_what_they_build_and_say_where_they_differ() -> None:
         ("contrastive", "first token"),
         ("free", "0.4 in the paper"),
         ("h2o", "by their mean attention"),
-        ("kvquant", "float32"),
+        ("kvquant", "half precision"),
         ("olive", "groups of 32 share a scale"),
         ("snapkv", "rounded to 1/1024"),
         ("tidaldecode", "rounded to 1/1024"),

@@ -264,8 +264,8 @@ struct Tokens {
 // caches: calls `attend` with the keys and values of a group.
 template <class Caches>
 void attend_masked(const Masked& of, const Team& team, const Caches& caches) {
-    const int64_t each = of.H / of.G, rows = each * of.T;
-    in_parts(team, of.B * of.G, rows, of.C * of.row_bytes, [&](int64_t group, int64_t first, int64_t last) {
+    const int64_t each = of.H / of.G, rows = each * of.T, bytes = of.C * of.row_bytes;
+    in_parts(team, of.B * of.G, rows, bytes, [&](int64_t group, int64_t first, int64_t last) {
         static thread_local std::vector<float> space;
         space.resize(TOGETHER * of.D);
         const auto make = [&](int64_t row, int64_t i) {

@@ -30,6 +30,22 @@ struct GroupedRows final : Source {
     // Whether `read` gives all rows turned: those that are rotated, too, are turned back before.
     bool gives_turned() const { return turned && !cos; }
     void read(int64_t first, int64_t count, float* to) const override;
+    // Where channels share steps from row to row and nothing rotates them, steps go into the queries:
+    // codes are read as they are.
+    bool multiply(
+        const Query* queries, int64_t count, int64_t first, int64_t rows, float* scores,
+        int64_t stride) const override;
+    // Where rows have steps, these go into the weights.
+    bool weigh(
+        const float* weights, int64_t stride, int64_t first, int64_t rows, const Query* queries,
+        int64_t count) const override;
+
+private:
+    // Rows of one group.
+    void decode_group(int64_t first, int64_t count, float* to) const;
+    float code(int64_t row, int64_t d) const;
+    // Whether vectors of codes are vectors of bytes.
+    bool in_vectors() const;
 };
 
 }  // namespace graftwork

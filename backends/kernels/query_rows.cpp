@@ -5,17 +5,11 @@
 #include <vector>
 
 #include "lanes.h"
+#include "row_products.h"
 
 using namespace graftwork;
 
 namespace {
-
-#ifdef WIDE_DOT_PRODUCTS
-constexpr int NEARBY = 4;  // query rows whose sums fit in registers
-#else
-constexpr int NEARBY = 2;
-#endif
-constexpr int FEW = 4;  // keys, or vectors of values, at a time
 
 // e^x, within two units in the last place; 0 below the smallest normal number.
 Lanes exponential(Lanes x) {
@@ -35,108 +29,6 @@ Lanes exponential(Lanes x) {
 
 float exponential(float x) { return exponential(splat(x))[0]; }
 
-// How rows lie: `row` is where one begins, `read` gives LANES of its numbers from the d-th on, `some`
-// the first few of them.
-struct Floats {
-    typedef float Number;
-    static int64_t bytes(int64_t width) { return width * int64_t(sizeof(float)); }
-    static Lanes read(const float* row, int64_t, int64_t d) { return load<Lanes>(row + d); }
-    static Lanes some(const float* row, int64_t, int64_t d, int64_t count) {
-        return load<Lanes>(row + d, count);
-    }
-};
-
-struct Bytes {
-    typedef uint8_t Number;
-    static int64_t bytes(int64_t width) { return width; }
-    static Lanes read(const uint8_t* row, int64_t, int64_t d) { return floats(load<Marks>(row + d)); }
-    static Lanes some(const uint8_t* row, int64_t, int64_t d, int64_t count) {
-        return floats(load<Marks>(row + d, count));
-    }
-    static Lanes floats(Marks bytes) { return floats(whole(bytes)); }
-    static Lanes floats(Whole numbers) { return __builtin_convertvector(numbers, Lanes); }
-    static Whole whole(Marks bytes) {
-#if defined(WIDE_DOT_PRODUCTS)
-        return (Whole)_mm512_cvtepu8_epi32((__m128i)bytes);
-#elif defined(__AVX2__)
-        return (Whole)_mm256_cvtepu8_epi32(_mm_loadl_epi64((__m128i*)&bytes));
-#else
-        return __builtin_convertvector(bytes, Whole);
-#endif
-    }
-};
-
-struct Halves {
-    typedef uint8_t Number;
-    static int64_t bytes(int64_t width) { return width / 2; }
-    static Lanes read(const uint8_t* row, int64_t width, int64_t d) {
-        const int64_t half = width / 2;
-        // Bytes are parted when they are wide: eight of them are no vector that processors know.
-        if (d + LANES <= half) return Bytes::floats(Bytes::whole(load<Marks>(row + d)) & 15);
-        if (d >= half) return Bytes::floats(Bytes::whole(load<Marks>(row + d - half)) >> 4);
-        return some(row, width, d, LANES);
-    }
-    static Lanes some(const uint8_t* row, int64_t width, int64_t d, int64_t count) {
-        const int64_t half = width / 2;
-        Lanes found = {};
-        for (int64_t lane = 0; lane < count; lane++)
-            found[lane] = d + lane < half ? row[d + lane] & 15 : row[d + lane - half] >> 4;
-        return found;
-    }
-};
-
-template <class Kind>
-const typename Kind::Number* row_of(const Rows& rows, int64_t row) {
-    return reinterpret_cast<const typename Kind::Number*>(
-        static_cast<const char*>(rows.data) + row * Kind::bytes(rows.width));
-}
-
-// Lane sums of FEW keys' products with each of ROWS queries, added up as far as FEW vectors make one.
-// Keys are those from `first` on, up to `last`; of more, the last one's.
-template <class Kind, int ROWS>
-void few_products(
-    const Query* queries, const Rows& keys, int64_t first, int64_t last, Lanes (&sums)[ROWS]) {
-    const typename Kind::Number* from[FEW];
-    for (int key = 0; key < FEW; key++) from[key] = row_of<Kind>(keys, std::min(first + key, last));
-    const int64_t width = keys.width;
-    Lanes all[ROWS][FEW] = {};
-    const auto add = [&](int64_t d, auto key_lanes, auto query_lanes) {
-        Lanes few[FEW];
-#pragma GCC unroll 4
-        for (int key = 0; key < FEW; key++) few[key] = held(key_lanes(from[key], d));
-#pragma GCC unroll 4
-        for (int row = 0; row < ROWS; row++) {
-            const Lanes query = held(query_lanes(queries[row].values + d));
-#pragma GCC unroll 4
-            for (int key = 0; key < FEW; key++) all[row][key] = fused(query, few[key], all[row][key]);
-        }
-    };
-    int64_t d = 0;
-    for (; d + LANES <= width; d += LANES)
-        add(d, [&](auto row, int64_t at) { return Kind::read(row, width, at); },
-            [](const float* at) { return load<Lanes>(at); });
-    if (const int64_t rest = width - d)
-        add(d, [&](auto row, int64_t at) { return Kind::some(row, width, at, rest); },
-            [&](const float* at) { return load<Lanes>(at, rest); });
-#pragma GCC unroll 4
-    for (int row = 0; row < ROWS; row++) sums[row] = add_up<1, FEW>(all[row]);
-}
-
-// Products of ROWS queries with LANES keys from `first` on, up to `last`; what the lanes of others
-// hold is undefined.
-template <class Kind, int ROWS>
-void products(
-    const Query* queries, const Rows& keys, int64_t first, int64_t last, Lanes (&scores)[ROWS]) {
-    Lanes parts[LANES / FEW][ROWS];
-    for (int part = 0; part < LANES / FEW; part++)
-        few_products<Kind>(queries, keys, std::min(first + part * FEW, last), last, parts[part]);
-    for (int row = 0; row < ROWS; row++) {
-        Lanes own[LANES / FEW];
-        for (int part = 0; part < LANES / FEW; part++) own[part] = parts[part][row];
-        scores[row] = add_up<FEW, LANES>(own);
-    }
-}
-
 template <int... lane>
 void part_steps(const float* from, Lanes& times, Lanes& plus, std::integer_sequence<int, lane...>) {
     const Lanes low = load<Lanes>(from), high = load<Lanes>(from + LANES);
@@ -154,12 +46,6 @@ void steps_of(const Rows& rows, int64_t first, int64_t last, Lanes& times, Lanes
         times[lane] = own[0];
         plus[lane] = own[1];
     }
-}
-
-float sum_of(const float* values, int64_t count) {
-    Lanes sums[1] = {};
-    for (int64_t d = 0; d < count; d += LANES) sums[0] += load<Lanes>(values + d, count - d);
-    return add_up(sums)[0];
 }
 
 // Scores of the cache rows c .. c + LANES; those that the query does not see are -infinity.
@@ -266,46 +152,6 @@ float fold_steps(float* weights, const Rows& values, int64_t first, int64_t rows
     return float(sum.sum());
 }
 
-// Values that stay in the processor's nearest cache while all query rows read them.
-constexpr int64_t NEAR_BYTES = 16384;
-
-// Adds what rows weigh to the queries' results: weights [ROWS, stride] times `rows` values from the
-// first on, of COUNT vectors of columns; of the last one, `last` columns.
-template <class Kind, int ROWS, int COUNT>
-void weigh(
-    const float* weights, int64_t stride, const Rows& values, int64_t first, int64_t rows,
-    int64_t last, const Query* queries, int64_t e) {
-    const bool whole = COUNT > 1 || last == LANES;
-    Lanes sums[ROWS][COUNT];
-    for (int r = 0; r < ROWS; r++)
-        for (int i = 0; i < COUNT; i++) {
-            const float* const so_far = queries[r].out + e + i * LANES;
-            sums[r][i] = whole ? load<Lanes>(so_far) : load<Lanes>(so_far, last);
-        }
-    const int64_t width = values.width, apart = Kind::bytes(width) / sizeof(typename Kind::Number);
-    const typename Kind::Number* from = row_of<Kind>(values, first);
-    for (int64_t c = 0; c < rows; c++, from += apart)
-#pragma GCC unroll 4
-        for (int i = 0; i < COUNT; i++) {
-            const int64_t at = e + i * LANES;
-            const Lanes value =
-                held(whole ? Kind::read(from, width, at) : Kind::some(from, width, at, last));
-#pragma GCC unroll 4
-            for (int r = 0; r < ROWS; r++)
-                sums[r][i] = fused(splat(weights[r * stride + c]), value, sums[r][i]);
-        }
-    for (int r = 0; r < ROWS; r++)
-        for (int i = 0; i < COUNT; i++)
-            store(queries[r].out + e + i * LANES, sums[r][i], whole ? LANES : last);
-}
-
-// Calls one of `what`'s functions, with as many rows at a time as fit, until all `count` are done.
-template <int ROWS = NEARBY, class What>
-void by_rows(int64_t count, const What& what, int64_t first = 0) {
-    for (; first + ROWS <= count; first += ROWS) what(std::integral_constant<int, ROWS>(), first);
-    if constexpr (ROWS > 1) by_rows<ROWS - 1>(count, what, first);
-}
-
 // Rows as they lie in memory: those from the first on, which then is row 0.
 struct Lying {
     std::vector<float> space;
@@ -347,32 +193,41 @@ void attend_kind(const Attention& of, const Query* queries, int64_t count) {
     const int64_t stride = (rows + LANES - 1) / LANES * LANES;
     space.resize(count * stride);
     float* const weights = space.data();
+    const auto finish = [&](int64_t row, int64_t c, Lanes score) {
+        const Query& query = queries[row];
+        score *= of.scale;
+        if (of.softcap != 0)
+            score = of.softcap - 2 * of.softcap / (exponential(score * (2 / of.softcap)) + 1);
+        if (query.bias) score += load<Lanes>(query.bias + c, std::min<int64_t>(LANES, of.rows - c));
+        if (query.slope) score += query.slope->slope * distances(*query.slope, c);
+        store(weights + row * stride + c - begin, seen(query, c, score));
+    };
     const auto score_keys = [&](const Rows& own, int64_t from, int64_t c) {
-        const int64_t there = std::min<int64_t>(LANES, of.rows - c), last = of.rows - 1 - from;
+        const int64_t last = of.rows - 1 - from;
         Lanes times = {}, plus = {};
         if (own.steps) steps_of(own, c - from, last, times, plus);
         by_rows(count, [&](auto rows_at_once, int64_t first) {
             Lanes scores[rows_at_once.value];
             products<Kind>(queries + first, own, c - from, last, scores);
             for (int row = 0; row < rows_at_once.value; row++) {
-                const Query& query = queries[first + row];
                 Lanes score = scores[row];
                 if (own.steps) score = fused(score, times, plus * sums[first + row]);
-                score *= of.scale;
-                if (of.softcap != 0)
-                    score = of.softcap - 2 * of.softcap / (exponential(score * (2 / of.softcap)) + 1);
-                if (query.bias) score += load<Lanes>(query.bias + c, there);
-                if (query.slope) score += query.slope->slope * distances(*query.slope, c);
-                store(weights + (first + row) * stride + c - begin, seen(query, c, score));
+                finish(first + row, c, score);
             }
         });
     };
     // A multiple of LANES, and so blocks end where parts of LANES do.
     const int64_t some = keys.source ? (near_rows<Kind>(keys) + LANES - 1) / LANES * LANES : rows;
-    for (int64_t from = begin; from < end; from += some) {
-        const int64_t until = std::min(end, from + some);
-        const Rows own = lying.from<Kind>(keys, from, std::min(of.rows, from + some) - from);
-        for (int64_t c = from; c < until; c += LANES) score_keys(own, from, c);
+    if (keys.source && keys.source->multiply(queries, count, begin, rows, weights, stride)) {
+        for (int64_t row = 0; row < count; row++)
+            for (int64_t c = begin; c < end; c += LANES)
+                finish(row, c, load<Lanes>(weights + row * stride + c - begin));
+    } else {
+        for (int64_t from = begin; from < end; from += some) {
+            const int64_t until = std::min(end, from + some);
+            const Rows own = lying.from<Kind>(keys, from, std::min(of.rows, from + some) - from);
+            for (int64_t c = from; c < until; c += LANES) score_keys(own, from, c);
+        }
     }
     for (int64_t row = 0; row < count; row++) {
         const Query& query = queries[row];
@@ -381,8 +236,10 @@ void attend_kind(const Attention& of, const Query* queries, int64_t count) {
     }
     for (int64_t row = 0; row < count; row++)
         std::fill_n(queries[row].out, values.width, added[row]);
+    const bool weighed =
+        values.source && values.source->weigh(weights, stride, begin, rows, queries, count);
     const int64_t block = near_rows<Kind>(values);
-    for (int64_t c = 0; c < rows; c += block) {
+    for (int64_t c = 0; !weighed && c < rows; c += block) {
         const int64_t there = std::min(block, rows - c);
         const Rows own = lying.from<Kind>(values, begin + c, there);
         by_rows(count, [&](auto rows_at_once, int64_t first) {

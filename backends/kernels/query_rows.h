@@ -13,10 +13,21 @@ namespace graftwork {
 // Query rows that read keys and values together.
 constexpr int64_t TOGETHER = 8;
 
+struct Query;
+
 // Rows that are made when they are read.
 struct Source {
     // Writes `count` rows from the first on.
     virtual void read(int64_t first, int64_t count, float* to) const = 0;
+    // Products of queries with so many rows from the first on, to scores [count, stride], which is
+    // filled up to whole vectors; or false, if the rows have to be read.
+    virtual bool multiply(
+        const Query* queries, int64_t count, int64_t first, int64_t rows, float* scores,
+        int64_t stride) const = 0;
+    // Adds what rows weigh, weights [count, stride], to the queries' results; or false.
+    virtual bool weigh(
+        const float* weights, int64_t stride, int64_t first, int64_t rows, const Query* queries,
+        int64_t count) const = 0;
 
 protected:
     ~Source() = default;

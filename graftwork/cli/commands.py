@@ -162,7 +162,7 @@ def optimize(
 
 def _measured(made: Model, source: str, show: Callable[[str], None]) -> None:
     """Say in the report what an approximate recipe costs, where that can be told."""
-    from ..measuring.cost import cost_of, why_not
+    from ..data.cost import cost_of, why_not
     from ..model import optimize as optimize_model
 
     if made.report is None or made.report.contract != "approximate":

@@ -116,9 +116,11 @@ class EvictCache(LearnedContents, RecordedContents):
             f"whose rows could be chosen among (hold_windows drops what no window reaches)",
         )
 
-    def evicted(self, program: Program, windows: torch.Tensor | None) -> Outcome:
-        """The program with a budget, also where windows alone drop rows. windows: i64[N,T], of
-        text to find budgets on."""
+    def evicted(
+        self, program: Program, windows: torch.Tensor | None, *, windows_alone: bool = False
+    ) -> Outcome:
+        """The program with a budget. windows: i64[N,T], of text to find budgets on. windows_alone:
+        only layers that look back over a window drop rows; the budget is one that no text fills."""
         self.refuse(
             program.recurrent,
             f"{program.name} has recurrences, which hold what all rows add up to: none can be "
@@ -143,7 +145,8 @@ class EvictCache(LearnedContents, RecordedContents):
         classes = _classes(settings, own, functions, states)
         builder = Builder(settings, program, functions, states, classes)
         for write in writes:
-            builder.add(write)
+            if not windows_alone or write.window is not None:
+                builder.add(write)
         evict = builder.finish()
         functions[evict.name] = evict
         record = replace(

@@ -51,4 +51,5 @@ class HoldWindows(CacheContents):
         block = min(self.block, program.info.context // 2)
         budget = (program.info.context - block) // block * block
         how: dict[str, Any] = {"budget": budget, "block": block, "sinks": 0}
-        return EvictCache(method=window.name, **how).evicted(program, None)
+        made = EvictCache(method=window.name, **how)
+        return made.evicted(program, None, windows_alone=True)

@@ -29,8 +29,11 @@ class EvictPolicy(BlockPolicy):
 
     def begin(self, batch: int) -> None:
         super().begin(batch)
-        if self.record.most <= self.executable.program.info.context - self.record.block:
-            self.executable.reserve(self.record.most)  # else only texts that end fill the cache
+        program = self.executable.program
+        dropping = program.function(self.record.function).inputs
+        names = {str(node.target) for node in dropping} & program.states.keys()
+        if any(program.states[name].capacity == "C" for name in names):
+            self.executable.reserve(self.record.most)
 
     def room(self, rows: Sequence[int]) -> int:
         if self.by_block:

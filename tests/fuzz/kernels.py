@@ -25,7 +25,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graftwork.backends.torch import cpu, native
-from graftwork.ir.ops import attention, norm, quantized_cache, shared, sparse
+from graftwork.ir.ops import (
+    attention,
+    grouped_attention,
+    grouped_cache,
+    norm,
+    quantized_cache,
+    row_forms,
+    shared,
+    sparse,
+)
 
 sys.path.append(str(Path(__file__).parents[1]))
 import few_bits
@@ -266,6 +275,46 @@ def native_attend_quantized(make: Maker) -> Case:
     return Case("attend_quantized", call, meaning, operands, options, fake=True, tolerance=near)
 
 
+def native_attend_grouped(make: Maker) -> Case:
+    draw, group, rows = make.random.choice, 8, 16
+    bits, outliers, rank = draw((2, 3, 4, 8)), draw((0, 0, 1)), draw((0, 0, 2))
+    batch, groups, width, wide = draw((1, 2)), draw((1, 2)), draw((8, 24, 64)), draw((8, 32))
+    by, turned = (draw((True, False)), draw((True, False))), draw((True, False)) and width != 24
+    how: dict[str, Any] = {"bits": bits, "group": group, "outliers": outliers}
+    shape, tokens = (batch, groups, rows), make.size()
+    q = make.numbers(batch, groups * draw((1, 3)), tokens, width)
+    operands: dict[str, Any] = {"q": q}
+    factors: dict[str, Any] = {}
+    for name, size, by_channel in (("k", width, by[0]), ("v", wide, by[1])):
+        x = torch.randn(*shape, size, generator=make.generator)
+        codes, steps = grouped_cache.quantize_groups(x, by_channel=by_channel, **how)
+        recent = make.numbers(batch, groups, 9, size)
+        operands |= {name: codes, f"{name}_steps": steps, f"{name}_recent": recent}
+        made = row_forms.low_rank(0.1 * x, group=group, rank=rank) if rank else (None, None)
+        factors |= zip((f"{name}_left", f"{name}_right"), made, strict=True)
+    mask = torch.rand(batch, 1, tokens, rows, generator=make.generator) < 0.5
+    mask[..., :1] = True
+    operands |= {"past": torch.tensor([draw((0, 7, 12)) for _ in range(batch)]), "mask": mask}
+    operands |= {"bias": make.maybe(make.numbers(*q.shape[:3], rows)), "sinks": None, **factors}
+    angle = torch.rand(1, rows, width // 2, generator=make.generator)
+    rotates = draw((True, False))
+    operands |= {"cos": angle.cos() if rotates else None, "sin": angle.sin() if rotates else None}
+    options = {"bits": bits, "group": group, "keys_by_channel": by[0], "values_by_channel": by[1]}
+    options |= {"residual": 4, "block": 8, "scale": 0.3, "outliers": outliers, "turned": turned}
+    options |= {"interleaved": draw((True, False)), "softcap": draw((None, 5.0))}
+
+    def meaning(*tensors: Any, **told: Any) -> Tensor:
+        q, _, _, k_recent, _, _, v_recent, _, _, bias, sinks, *_ = tensors
+        want(all(t is None or t.dtype == F32 for t in (q, k_recent, v_recent, bias, sinks)))
+        return grouped_attention.attend_grouped(*tensors, **told)
+
+    def call(*tensors: Any, softcap: float | None, **told: Any) -> Any:
+        return native.OPS["attend_grouped"](*tensors, *told.values(), softcap or 0.0)
+
+    near = {"rtol": 1e-4, "atol": 1e-4}
+    return Case("attend_grouped", call, meaning, operands, options, fake=True, tolerance=near)
+
+
 MAKERS: list[Callable[[Maker], Case]] = [
     linear,
     native_linear,
@@ -280,6 +329,7 @@ MAKERS: list[Callable[[Maker], Case]] = [
     few_bits.native_quantized_embedding,
     native_quantize_rows,
     native_attend_quantized,
+    native_attend_grouped,
     native_attend_part,
     native_attend_rows,
     recurrences.native_linear_attention_step,

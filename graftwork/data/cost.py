@@ -9,18 +9,15 @@ import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-from ..data.corpus import read_corpus
-from ..data.prompts import Prompts
-from ..ir import InputError
+from ..ir import InputError, Program
 from ..passes.engine.evidence import TextSample, sampled
-from ..report import Cost, megabytes
-
-if TYPE_CHECKING:
-    from ..model import Model
+from ..report import Cost, Report, megabytes
+from .corpus import read_corpus
+from .prompts import Prompts
 
 SAMPLE = Path(__file__).with_name("sample.txt")
 """A text of prose and code, 1,600 to 2,000 tokens, that no model has been trained on."""
@@ -29,7 +26,17 @@ LENGTH, MOST = 256, 48
 AT_ONCE = 64
 
 
-def why_not(made: Model) -> str:
+class Predicting(Protocol):
+    """What is measured: logits f32[B,S,V] of token ids i64[B,S]."""
+
+    @property
+    def program(self) -> Program: ...
+    @property
+    def report(self) -> Report | None: ...
+    def __call__(self, input_ids: torch.Tensor, /) -> torch.Tensor: ...
+
+
+def why_not(made: Predicting) -> str:
     """Why a cost is not measured where nobody asked for it; "" if it can be."""
     program, report = made.program, made.report
     if program.plan.source.encoder is not None or "tokenizer.json" not in program.assets:
@@ -52,8 +59,8 @@ def available() -> int | None:
 
 
 def cost_of(
-    made: Model,
-    plain: Model,
+    made: Predicting,
+    plain: Predicting,
     text: Prompts | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Cost:
