@@ -2,25 +2,27 @@
 
     python benchmarks/real.py MODEL [MODEL ...] --text NAME=FILE [--text NAME=FILE ...]
         --prompts PROMPTS.jsonl [--calibration FILE] [--corpus FILE.json] [--recipes A,B,...]
-        [--target onnxruntime:cpu:float32] [--count 8] [--tokens 64] [--rounds 3] [--threads 2]
+        [--target onnxruntime:cpu:float32] [--count 8] [--tokens 64] [--threads 2]
         --json F [--svg F] [--markdown F]
 
-MODEL: a checkpoint folder or a .gguf file. Every recipe of every model is a cell, in a process of
-its own beside the plain model (`baseline`); what stands in `json` is not measured again. A cell:
+MODEL: a checkpoint folder or a .gguf file. Every recipe of every model is a cell, beside the plain
+model (`baseline`); what stands in `json` is not measured again. A cell:
 
     made        seconds of `optimize`
     weights     bytes, over the plain model's
-    caches      bytes of the states after the prompts, likewise
+    caches      bytes of the states after the last prompt, likewise
     same        prompts whose text is the plain model's own, and the share of its tokens before the
                 first other one (greedy, `tokens` new tokens of `count` prompts)
     accepted    tokens a step
-    speed       tokens a second over the plain model's, in turns, median of the rounds
+    speed       tokens a second over the plain model's, in turns, median of the prompts
+    prompt      seconds until the first token, the plain model's over the recipe's, likewise
     NAME        of each text: KL(plain || recipe) in nats a token, perplexity over the plain model's
                 with its standard error, and the share of the likeliest tokens that are the same, on
-                windows of 256 tokens by the path that generates
+                2,048 tokens by the path that generates, in windows of 256 or, where caches hold or
+                read other rows, as one; of approximate recipes
 
-or why there is none: what the recipe says that refuses, or what it needs that nobody gave. Drafts
-whose weights need training are untrained here: they show that the text stays, not what they gain.
+or why there is none: what the recipe says that refuses, or what it needs that nobody gave. Heads
+that need training are untrained here: they show that the text stays, not what they gain.
 
 A line of PROMPTS.jsonl has ``text``, or token ids under the name of the model's folder or file.
 `calibration` is read by recipes that ask for text, `corpus` by those that draft from one.
@@ -34,7 +36,10 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +51,7 @@ from graftwork.data.cost import cost_of
 from graftwork.measuring.agreement import OwnText
 from graftwork.recipe import Recipe, recipes
 
-TOKENS = 4 * 256
+TOKENS = 2048
 """Of each text that are predicted."""
 LEARNT = 16 * 512
 """Tokens that recipes which read text are given at most."""
@@ -87,61 +92,83 @@ def lacking(recipe: Recipe, args: argparse.Namespace) -> str:
     return f"needs {wanted[0]}" if wanted else ""
 
 
-def write(model: gw.Model, prompts: list[torch.Tensor], tokens: int) -> tuple[list[Any], float]:
-    """What a model writes behind each prompt, and its tokens a second."""
-    said, seconds, count = [], 0.0, 0
+class Plain:
+    """A model as it is, which every recipe is set beside."""
+
+    def __init__(self, path: Path, args: argparse.Namespace) -> None:
+        self.path, self.args = path, args
+        self.target = Target.parse(args.target, threads=args.threads)
+        self.model = gw.optimize(path, "baseline", target=self.target)
+        self.prompts = prompts_of(args.prompts, self.model, path.stem, args.count)
+
+    def texts(self) -> Iterator[tuple[str, list[list[int]]]]:
+        for said in self.args.text:
+            label, _, file = said.partition("=")
+            yield label, documents(Path(file), self.model, TOKENS)
+
+    def made(self, recipe: Recipe) -> gw.Model:
+        """Errors: `GraftworkError` where the recipe refuses."""
+        if "a corpus file" in recipe.brought:
+            recipe = recipe.with_options([f"draft_corpus.path={self.args.corpus}"])
+        data = None
+        if recipe.reads_text:
+            data = documents(self.args.calibration, self.model, LEARNT)
+        return gw.optimize(self.path, recipe, target=self.target, data=data)
+
+
+def write(model: gw.Model, prompt: torch.Tensor, tokens: int) -> Any:
+    model.forget()
     asked = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
-    for prompt in prompts:
-        model.forget()
-        found = model.generate(prompt, return_dict_in_generate=True, **asked)
-        said.append(found)
-        seconds += found.stats.decode_seconds
-        count += found.stats.decoded_tokens
-    return said, count / seconds if seconds else 0.0
+    return model.generate(prompt, return_dict_in_generate=True, **asked)
 
 
-def cell(path: Path, name: str, args: argparse.Namespace) -> dict[str, Any]:
+def cell(plain: Plain, recipe: Recipe) -> dict[str, Any]:
     """A recipe's figures on a model."""
-    torch.set_num_threads(args.threads)
-    target = Target.parse(args.target, threads=args.threads)
-    recipe = Recipe.load(name)
-    row: dict[str, Any] = {"model": path.name, "recipe": name, "contract": recipe.contract}
+    args = plain.args
+    row: dict[str, Any] = {"model": plain.path.name, "recipe": recipe.name}
+    row["contract"] = recipe.contract
     if why := lacking(recipe, args):
         return row | {"none": why}
-    plain = gw.optimize(path, "baseline", target=target)
-    if "a corpus file" in recipe.brought:
-        recipe = recipe.with_options([f"draft_corpus.path={args.corpus}"])
-    data = documents(args.calibration, plain, LEARNT) if recipe.reads_text else None
     start = time.perf_counter()
     try:
-        made = gw.optimize(path, recipe, target=target, data=data)
+        made = plain.made(recipe)
     except gw.GraftworkError as error:
         return row | {"none": f"refused: {error}"}
     row["made"] = time.perf_counter() - start
-    assert made.report is not None and plain.report is not None
-    bytes_ = [model.report.weight_bytes_after for model in (made, plain)]  # type: ignore[union-attr]
-    row["weights"] = bytes_[0] / bytes_[1]
-    prompts = prompts_of(args.prompts, plain, path.stem, args.count)
-    rates: list[tuple[float, float]] = []
-    for place in range(args.rounds + 1):
-        (own, fast), (other, slow) = (write(m, prompts, args.tokens) for m in (made, plain))
-        if place:  # the first round compiles
-            rates.append((fast, slow))
-    texts = [
-        [f.sequences[0, p.shape[1] :].tolist() for f, p in zip(found, prompts, strict=True)]
-        for found in (other, own)
-    ]
-    kept = OwnText.of(zip(*texts, strict=True))
+    assert made.report is not None and plain.model.report is not None
+    row["untrained"] = "trained heads" in recipe.brought
+    row["weights"] = made.report.weight_bytes_after / plain.model.report.weight_bytes_after
+    both = (plain.model, made)
+    for model in both:  # pages are touched, and the steps of drafts compiled
+        write(model, plain.prompts[0], 8)
+    texts, steps, decode, prefill = [], [], [], []
+    for prompt in plain.prompts:
+        found = [write(model, prompt, args.tokens) for model in both]
+        texts.append([each.sequences[0, prompt.shape[1] :].tolist() for each in found])
+        one, other = (each.stats for each in found)
+        steps.append(other.accepted_per_step)
+        decode.append(other.tokens_per_second / one.tokens_per_second)
+        prefill.append(one.prefill_seconds / other.prefill_seconds)
+    kept = OwnText.of(texts)
     row |= {"texts": kept.texts, "same": kept.equal, "kept": kept.share}
-    steps = [found.stats.accepted_per_step for found in own]
     row["accepted"] = statistics.mean(steps)
-    row["speed"] = statistics.median(fast / slow for fast, slow in rates)
-    row["caches"] = made.cache_bytes() / max(plain.cache_bytes(), 1)
-    for said in args.text:
-        label, _, file = said.partition("=")
-        cost = cost_of(made, plain, documents(Path(file), plain, TOKENS))
-        row[label] = cost.model_dump(exclude={"text"})
+    row |= {"speed": statistics.median(decode), "prompt": statistics.median(prefill)}
+    row["caches"] = made.cache_bytes() / max(plain.model.cache_bytes(), 1)
+    if recipe.contract == "approximate":
+        for label, ids in plain.texts():
+            row[label] = cost_of(made, plain.model, ids).model_dump(exclude={"text"})
     return row
+
+
+def work(args: argparse.Namespace) -> None:
+    """The cells of one model, a line of JSON each."""
+    torch.set_num_threads(args.threads)
+    plain = Plain(args.models[0], args)
+    for name in args.recipes.split(","):
+        start = time.perf_counter()
+        row = cell(plain, Recipe.load(name))
+        row["seconds"] = round(time.perf_counter() - start)
+        print(json.dumps(rounded(row)), flush=True)
 
 
 def rounded(value: Any) -> Any:
@@ -163,11 +190,13 @@ def markdown(rows: list[dict[str, Any]], labels: list[str]) -> str:
             "texts the same",
             "tokens a step",
         ]
-        head += ["speed", *(f"{label}: KL, ratio, top-1" for label in labels)]
+        head += ["speed", "prompt", *(f"{label}: KL, ratio, top-1" for label in labels)]
         lines = [f"### {model}", "", f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
         for row in (r for r in rows if r["model"] == model):
             if "none" in row:
-                lines.append(f"| `{row['recipe']}` | {row['contract']} | {row['none'][:200]} |")
+                cells = [f"`{row['recipe']}`", row["contract"], row["none"][:200]]
+                cells += [""] * (len(head) - len(cells))
+                lines.append(f"| {' | '.join(cells)} |")
                 continue
             costs = [row.get(label) for label in labels]
             shown = [
@@ -175,10 +204,11 @@ def markdown(rows: list[dict[str, Any]], labels: list[str]) -> str:
                 for c in costs
             ]
             cells = [
-                *(f"`{row['recipe']}`", row["contract"], f"{row['made']:.0f} s"),
+                f"`{row['recipe']}`" + (", untrained" if row["untrained"] else ""),
+                *(row["contract"], f"{row['made']:.0f} s"),
                 *(f"{row['weights']:.2f}", f"{row['caches']:.2f}"),
                 *(f"{row['same']}/{row['texts']} ({row['kept']:.0%})", f"{row['accepted']:.2f}"),
-                *(f"{row['speed']:.2f}", *shown),
+                *(f"{row['speed']:.2f}", f"{row['prompt']:.2f}", *shown),
             ]
             lines.append(f"| {' | '.join(cells)} |")
         parts.append("\n".join(lines))
@@ -196,11 +226,10 @@ def draw(rows: list[dict[str, Any]], labels: list[str], path: Path) -> None:
     figure, axes = plt.subplots(1, len(names), figsize=(8 * len(names), 9), squeeze=False)
     for axis, name in zip(axes[0], names, strict=True):
         for row in rows:
-            cost = row.get(labels[0])
-            if row["model"] != name or "none" in row or not cost:
+            if row["model"] != name or "none" in row:
                 continue
             exact = row["contract"] != "approximate"
-            spot = (row["speed"], max(cost["divergence"], 1e-5))
+            spot = (row["speed"], 1e-5 if exact else max(row[labels[0]]["divergence"], 1e-5))
             axis.scatter(*spot, color="tab:green" if exact else "tab:orange", s=14)
             axis.annotate(
                 row["recipe"], spot, fontsize=6, xytext=(2, 2), textcoords="offset points"
@@ -211,6 +240,32 @@ def draw(rows: list[dict[str, Any]], labels: list[str], path: Path) -> None:
         axis.grid(visible=True, linewidth=0.3)
     figure.savefig(path)
     print(f"drawn: {path}")
+
+
+def worked(path: Path, names: list[str], given: list[str]) -> Iterator[dict[str, Any]]:
+    """The rows of recipes, from a process of their own; the last says why if it ends before all
+    are made."""
+    command = [sys.executable, __file__, str(path), *given, "--recipes", ",".join(names), "--work"]
+    with tempfile.TemporaryFile("w+") as told:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=told, text=True)
+        assert process.stdout is not None
+        left = list(names)
+        while left:
+            late = threading.Timer(LIMIT, process.kill)
+            late.start()
+            line = process.stdout.readline()
+            late.cancel()
+            if not line:
+                break
+            if line.startswith('{"model"'):
+                left.pop(0)
+                yield json.loads(line)
+        if process.wait() == 0:
+            return
+        told.seek(0)
+        why = told.read().strip().rpartition("\n")[2]
+    row = {"model": path.name, "recipe": left[0], "contract": Recipe.load(left[0]).contract}
+    yield row | {"none": f"failed with exit code {process.returncode}: {why}"}
 
 
 def main() -> None:
@@ -226,40 +281,27 @@ def main() -> None:
     parser.add_argument("--target", default="onnxruntime:cpu:float32")
     parser.add_argument("--count", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--svg", type=Path)
     parser.add_argument("--markdown", type=Path)
-    parser.add_argument("--cell", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.cell:
-        print(json.dumps(rounded(cell(args.models[0], args.recipes, args))))
+    if args.work:
+        work(args)
         return
     rows: list[dict[str, Any]] = json.loads(args.json.read_text()) if args.json.exists() else []
-    known = {(row["model"], row["recipe"]) for row in rows}
     for path in args.models:
-        for name in args.recipes.split(","):
-            if (path.name, name) in known:
-                continue
-            given = sys.argv[1:]
-            own = [a for a in given if a not in map(str, args.models)]
-            command = [sys.executable, __file__, str(path), *own, "--recipes", name, "--cell"]
-            start = time.perf_counter()
-            try:
-                ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
-                told = ran.stdout.strip().rpartition("\n")[2]
-                row = json.loads(told) if ran.returncode == 0 else {}
-                why = ran.stderr.strip().rpartition("\n")[2]
-            except subprocess.TimeoutExpired:
-                row, why = {}, f"not done after {LIMIT} seconds"
-            row = row or {
-                **{"model": path.name, "recipe": name, "contract": Recipe.load(name).contract},
-                "none": f"failed: {why}",
-            }
-            rows.append(row | {"seconds": round(time.perf_counter() - start)})
-            print(json.dumps(rows[-1]), flush=True)
-            args.json.write_text(json.dumps(rows, indent=1))
+        known = {row["recipe"] for row in rows if row["model"] == path.name}
+        left = [name for name in args.recipes.split(",") if name not in known]
+        while left:
+            for row in worked(
+                path, left, [a for a in sys.argv[1:] if a not in map(str, args.models)]
+            ):
+                left.remove(row["recipe"])
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+                args.json.write_text(json.dumps(rows, indent=1))
     labels = [said.partition("=")[0] for said in args.text]
     if args.markdown:
         args.markdown.write_text(markdown(rows, labels))

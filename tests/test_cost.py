@@ -33,7 +33,7 @@ def saying(program: Any, chances: list[list[float]]) -> Any:
         def __call__(self, ids: torch.Tensor) -> torch.Tensor:
             return logits[: ids.shape[1]][None]
 
-    return Model(program=program)
+    return Model(program=program, report=None)
 
 
 def test_a_case_by_hand(plain: gw.Model) -> None:
@@ -66,6 +66,14 @@ def test_the_report_says_it_and_keeps_it(tmp_path: Path) -> None:
     assert Report.model_validate_json(few.report.model_dump_json()).cost == few.report.cost
     given = gw.optimize(DEMO, "int8", target=TARGET, cost=["def area(width): return width\n" * 9])
     assert given.report is not None and "on the given text" in str(given.report)
+
+
+def test_rows_that_are_dropped_late_cost_something() -> None:
+    """A window of 256 tokens would end before the first row is dropped."""
+    recipe = gw.Recipe.load("streaming_llm").with_options(["evict_cache.budget=256"])
+    made = gw.optimize(DEMO, recipe, target=TARGET, cost=True)
+    assert made.report is not None and made.report.cost is not None
+    assert made.report.cost.divergence > 1e-4 and made.report.cost.error > 0
 
 
 def test_what_is_not_approximate_costs_nothing() -> None:

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from ..ir import InputError, Program
+from ..passes.engine.base import Effect, all_passes
 from ..passes.engine.evidence import TextSample, sampled
 from ..report import Cost, Report, megabytes
 from .corpus import read_corpus
@@ -23,7 +24,11 @@ SAMPLE = Path(__file__).with_name("sample.txt")
 """A text of prose and code, 1,600 to 2,000 tokens, that no model has been trained on."""
 LENGTH, MOST = 256, 48
 """Tokens of a window, and windows at most."""
-AT_ONCE = 64
+LONG = 2048
+"""Tokens of a window where caches hold or read other rows than the model's: those that keep 1,024
+rows have dropped some by then."""
+AT_ONCE = 128
+"""Tokens that are compared at once, and of one part of which differences have a standard error."""
 
 
 class Predicting(Protocol):
@@ -43,9 +48,18 @@ def why_not(made: Predicting) -> str:
         return "it takes a model that continues texts, with its tokenizer"
     free = available()
     needed = 0 if report is None else 2 * report.weight_bytes_before
+    needed += 3 * 4 * program.info.vocab_size * _width(made)
     if free is not None and needed > free:
         return f"the model itself would take {megabytes(needed)}, and {megabytes(free)} are free"
     return ""
+
+
+def _width(made: Predicting) -> int:
+    """Tokens of a window."""
+    passes = () if made.report is None else made.report.passes
+    known = all_passes()
+    rows = any(Effect.CACHE_CONTENTS in known[line.name].effects for line in passes)
+    return min(LONG if rows else LENGTH, made.program.info.context)
 
 
 def available() -> int | None:
@@ -68,27 +82,28 @@ def cost_of(
     same target. Errors: `InputError` for texts that do not make a window of two tokens."""
     documents = read_corpus(SAMPLE if text is None else text, made.program)
     tokens = torch.tensor([token for document in documents for token in document])
-    width = min(LENGTH, made.program.info.context, len(tokens))
+    width = min(_width(made), len(tokens))
     if width < 2:
         raise InputError(f"cost: a text of {len(tokens)} tokens has nothing to predict")
     count = min(MOST, len(tokens) // width)
     windows = sampled(tokens, TextSample(count, width), made.program)
-    divergence, apart, alike = 0.0, [], 0
+    divergence, apart, alike = 0.0, 0.0, 0
+    parts: list[float] = []
     for number, window in enumerate(windows):
         progress(f"measure what it costs, {100 * number // count}%")
         own, other = (model(window[None])[0, :-1] for model in (made, plain))
-        losses = [0.0, 0.0]
         for start in range(0, width - 1, AT_ONCE):
             part = slice(start, start + AT_ONCE)
             ours, theirs = (logits[part].log_softmax(-1) for logits in (own, other))
             divergence += float((theirs.exp() * (theirs - ours)).sum())
             alike += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
             said = window[1:][part, None]
-            for place, logs in enumerate((ours, theirs)):
-                losses[place] -= float(logs.gather(1, said).sum())
-        apart.append((losses[0] - losses[1]) / (width - 1))
-    predicted, ratio = count * (width - 1), math.exp(statistics.mean(apart))
-    error = statistics.stdev(apart) / math.sqrt(count) * ratio if count > 1 else 0.0
+            worse = (theirs.gather(1, said) - ours.gather(1, said)).double()
+            apart += float(worse.sum())
+            parts.append(float(worse.mean()))
+    predicted = count * (width - 1)
+    ratio = math.exp(apart / predicted)
+    error = statistics.stdev(parts) / math.sqrt(len(parts)) * ratio if len(parts) > 1 else 0.0
     return Cost(
         text="a bundled text" if text is None else "the given text",
         tokens=predicted,
