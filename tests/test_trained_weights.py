@@ -149,9 +149,9 @@ def test_decoding_with_untrained_heads_warns_once(tmp_path: Path) -> None:
         warnings.simplefilter("default")
         for _ in range(3):
             model.generate(prompt, max_new_tokens=4)
-    assert [warning.category for warning in seen] == [GraftworkWarning]
-    assert "draft=heads is untrained" in str(seen[0].message)
-    assert "graftwork train" in str(seen[0].message)
+    # Others, such as of files that the collector closes, are not ours.
+    (said,) = (str(each.message) for each in seen if each.category is GraftworkWarning)
+    assert "draft=heads is untrained" in said and "graftwork train" in said
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fitted = fit(model, TEXT, out=tmp_path, **FEW)
