@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,30 +27,13 @@ import graftwork as gw
 from graftwork.ir import Program
 from graftwork.ir.support.tokenizer import read_tokenizer
 from graftwork.model import trace
+from graftwork.passes.depth.importance import Part, cosines, loss, missed_least
 from graftwork.passes.depth.skip_layers import SkipLayers
-from graftwork.training.net import Net
-
-G = torch.ops.graftwork
-Part = tuple[str, int]
-"""An option of skip_layers, and a layer's number."""
 
 
 def canonical(source: Path) -> Program:
     """The model before it has a cache."""
     return trace(source, gw.Recipe.load("baseline"), target="eager", after="canonicalize")
-
-
-def loss(program: Program, windows: torch.Tensor, gone: Sequence[Part] = ()) -> float:
-    """Nats a token of windows i64[N,T] without some parts, each window's first token aside."""
-    if gone:
-        program = SkipLayers(**options(gone)).run(program).program
-    net, step = Net(program, [], torch.device("cpu")), program.step.name
-    found = []
-    with torch.no_grad():
-        for window in windows:
-            logits = net.outputs(step, ("logits",), {"tokens": window[None]})["logits"][0, :-1]
-            found.append(torch.nn.functional.cross_entropy(logits.float(), window[1:]).item())
-    return statistics.mean(found)
 
 
 def options(gone: Sequence[Part]) -> dict[str, tuple[int, ...]]:
@@ -66,42 +48,8 @@ def options(gone: Sequence[Part]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(sorted(layers)) for name, layers in given.items() if layers}
 
 
-def cosines(program: Program, windows: torch.Tensor, sublayers: bool) -> dict[Part, float]:
-    """The mean cosine of the states before and behind every part."""
-    fn = program.step.copy()
-    markers = fn.calls(G.hidden.default)
-    fn.set_outputs({f"state.{index}": node for index, node in enumerate(markers)})
-    pairs: dict[Part, tuple[int, int]] = {}
-    before = 0
-    for index, node in enumerate(markers):
-        layer, point = int(str(node.kwargs["layer"])), node.kwargs["point"]
-        if point == "block":
-            if sublayers and index - before > 1:
-                pairs["attention", layer] = (before, index - 1)
-                pairs["mlp", layer] = (index - 1, index)
-            elif not sublayers:
-                pairs["layers", layer] = (before, index)
-            before = index
-    net, names = Net(program, [], torch.device("cpu")), tuple(fn.outputs)
-    sums = dict.fromkeys(pairs, 0.0)
-    with torch.no_grad():
-        for window in windows:
-            states = list(net.outputs(fn, names, {"tokens": window[None]}).values())
-            for part, (first, last) in pairs.items():
-                alike = torch.cosine_similarity(states[first], states[last], dim=-1)
-                sums[part] += float(alike.mean()) / len(windows)
-    return sums
-
-
-def by_loss(
-    costs: Callable[[Sequence[Part]], float], parts: Sequence[Part], budget: int
-) -> list[Part]:
-    """`budget` parts, one after the other: each time the one that is missed least."""
-    gone: list[Part] = []
-    for _ in range(budget):
-        left = [part for part in parts if part not in gone]
-        gone.append(min(left, key=lambda part: costs([*gone, part])))
-    return gone
+def without(program: Program, gone: Sequence[Part]) -> Program:
+    return SkipLayers(**options(gone)).run(program).program if gone else program
 
 
 def main() -> None:
@@ -126,14 +74,15 @@ def main() -> None:
     print(f"{args.model.name}: {whole:.4f} nats a token of {len(windows)} windows")
     rows: dict[str, Any] = {}
     for part, cosine in alike.items():
-        more = loss(program, windows, [part]) - whole
+        more = loss(without(program, [part]), windows) - whole
         rows[f"{part[0]} {part[1]}"] = {"cosine": round(cosine, 4), "nats": round(more, 4)}
         print(f"{part[0]:<10} {part[1]:>3}  cosine {cosine:.4f}  without it {more:+.4f} nats")
     if args.by == "cosine":
         gone = sorted(alike, key=lambda part: -alike[part])[: args.budget]
     else:
-        gone = by_loss(lambda some: loss(program, windows, some), list(alike), args.budget)
-    then = loss(program, windows, gone)
+        costs = lambda some: loss(without(program, some), windows)  # noqa: E731
+        gone = missed_least(costs, list(alike), args.budget)
+    then = loss(without(program, gone), windows)
     chosen = {name: list(layers) for name, layers in options(gone).items()}
     said = " ".join(f"--set skip_layers.{name}={layers}" for name, layers in chosen.items())
     print(f"{said}   ({then - whole:+.4f} nats)")

@@ -10,7 +10,7 @@ model (`baseline`); what stands in `json` is not measured again. A cell:
 
     made        seconds of `optimize`
     weights     bytes, over the plain model's
-    caches      bytes of the states after the last prompt, likewise
+    caches      bytes of the states after 2,048 tokens, likewise, where they hold other rows
     same        prompts whose text is the plain model's own, and the share of its tokens before the
                 first other one (greedy, `tokens` new tokens of `count` prompts)
     accepted    tokens a step
@@ -18,8 +18,8 @@ model (`baseline`); what stands in `json` is not measured again. A cell:
     prompt      seconds until the first token, the plain model's over the recipe's, likewise
     NAME        of each text: KL(plain || recipe) in nats a token, perplexity over the plain model's
                 with its standard error, and the share of the likeliest tokens that are the same, on
-                2,048 tokens by the path that generates, in windows of 256 or, where caches hold or
-                read other rows, as one; of approximate recipes
+                1,024 tokens by the path that generates, in windows of 256, or on 2,048 at once
+                where caches hold or read other rows; of approximate recipes
 
 or why there is none: what the recipe says that refuses, or what it needs that nobody gave. Heads
 that need training are untrained here: they show that the text stays, not what they gain.
@@ -49,11 +49,12 @@ import graftwork as gw
 from graftwork.backends import Target
 from graftwork.data.cost import cost_of
 from graftwork.measuring.agreement import OwnText
+from graftwork.passes.engine.base import Effect
 from graftwork.recipe import Recipe, recipes
 
-TOKENS = 2048
-"""Of each text that are predicted."""
-LEARNT = 16 * 512
+TOKENS, ROWS = 1024, 2048
+"""Of each text that are predicted; where caches hold or read other rows, which takes long texts."""
+LEARNT = 64 * 512
 """Tokens that recipes which read text are given at most."""
 ASKED = ("a corpus file", "a draft model", "a smaller model", "several processes (torchrun)")
 """What recipes cannot do without."""
@@ -101,10 +102,10 @@ class Plain:
         self.model = gw.optimize(path, "baseline", target=self.target)
         self.prompts = prompts_of(args.prompts, self.model, path.stem, args.count)
 
-    def texts(self) -> Iterator[tuple[str, list[list[int]]]]:
+    def texts(self, most: int) -> Iterator[tuple[str, list[list[int]]]]:
         for said in self.args.text:
             label, _, file = said.partition("=")
-            yield label, documents(Path(file), self.model, TOKENS)
+            yield label, documents(Path(file), self.model, most)
 
     def made(self, recipe: Recipe) -> gw.Model:
         """Errors: `GraftworkError` where the recipe refuses."""
@@ -153,10 +154,12 @@ def cell(plain: Plain, recipe: Recipe) -> dict[str, Any]:
     row |= {"texts": kept.texts, "same": kept.equal, "kept": kept.share}
     row["accepted"] = statistics.mean(steps)
     row |= {"speed": statistics.median(decode), "prompt": statistics.median(prefill)}
-    row["caches"] = made.cache_bytes() / max(plain.model.cache_bytes(), 1)
     if recipe.contract == "approximate":
-        for label, ids in plain.texts():
-            row[label] = cost_of(made, plain.model, ids).model_dump(exclude={"text"})
+        rows = any(Effect.CACHE_CONTENTS in step.pass_.effects for step in recipe.steps)
+        for label, ids in plain.texts(ROWS if rows else TOKENS):
+            row[label] = cost_of(made, plain.model, ids).model_dump(exclude={"text", "speed"})
+        if rows and args.text:
+            row["caches"] = made.cache_bytes() / plain.model.cache_bytes()
     return row
 
 
@@ -206,7 +209,7 @@ def markdown(rows: list[dict[str, Any]], labels: list[str]) -> str:
             cells = [
                 f"`{row['recipe']}`" + (", untrained" if row["untrained"] else ""),
                 *(row["contract"], f"{row['made']:.0f} s"),
-                *(f"{row['weights']:.2f}", f"{row['caches']:.2f}"),
+                *(f"{row['weights']:.2f}", f"{row['caches']:.2f}" if "caches" in row else ""),
                 *(f"{row['same']}/{row['texts']} ({row['kept']:.0%})", f"{row['accepted']:.2f}"),
                 *(f"{row['speed']:.2f}", f"{row['prompt']:.2f}", *shown),
             ]

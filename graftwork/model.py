@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,9 @@ from .data.calibration import (
     evidence_for,
     evidence_of,
 )
-from .data.corpus import read_corpus
-from .data.cost import cost_of
+from .data.corpus import SAMPLE, read_corpus
+from .data.cost import cost_of, why_not
+from .data.knob import TOLERANCE, check_pace, check_tolerance, turned
 from .data.prompts import Prompts, as_ids, check_seed, sample_prompts, validation_batch
 from .exporting.exports import Exports
 from .frontends.generation import Known, nobody
@@ -48,7 +49,15 @@ from .runtime.generation import check_request, forget, generate
 from .runtime.prefix import load_prefix, save_prefix
 from .runtime.scoring import score
 from .tracing.draft_models import check_paths, with_draft_models
-from .tracing.kept_programs import Making, program_key, read_program, write_program
+from .tracing.kept_programs import (
+    Making,
+    choice_key,
+    program_key,
+    read_choice,
+    read_program,
+    write_choice,
+    write_program,
+)
 from .tracing.traced import Source, Traced
 
 if TYPE_CHECKING:
@@ -107,6 +116,8 @@ def optimize(
     seed: int = 0,
     work: str | Path | None = None,
     cost: bool | Prompts = False,
+    tolerance: float | None = None,
+    strict: bool = False,
     progress: Callable[[str], None] = lambda stage: None,
     known: Known = nobody,
 ) -> Model:
@@ -120,8 +131,10 @@ def optimize(
     prompts, if there is no data. work: folder of intermediate results of calibration, from which a
     killed run continues; delete it afterwards. cost: of an approximate recipe, report how far its
     predictions are from the model's (see `report.Cost`), on a bundled text (True) or on texts as in
-    data; this runs the model itself, too. known: called with facts and files of a checkpoint
-    before tracing; its exceptions are passed on.
+    data; this runs the model itself, too. tolerance: of a recipe with a knob (such as calm or
+    unified_skipping), by which share perplexity may rise on data or the bundled text; default:
+    0.05. strict: refuse a recipe that decodes more slowly than the model, which runs both. known:
+    called with facts and files of a checkpoint before tracing; its exceptions are passed on.
 
     Errors: `GraftworkError` naming the model, recipe, pass or option at fault and a remedy.
     """
@@ -138,13 +151,55 @@ def optimize(
         WorkFolder(plain_path("work", work))
     if not isinstance(cost, bool):
         check_documents(cost)
+    check_tolerance(chosen, tolerance)
     _remark(where)
     text = data if learns else None
     prompts = (lambda program: _validation_prompts(program, data, seed)) if validate else None
-    made = _made(model, chosen, where, text, work, prompts, progress, known)
-    if cost is not False and chosen.contract == Contract.APPROXIMATE.value:
+
+    def made_by(recipe: Recipe) -> Model:
+        return _made(model, recipe, where, text, work, prompts, progress, known)
+
+    if chosen.knob is not None:
+        made = _turned(model, chosen, where, text, tolerance, made_by, progress)
+    else:
+        made = made_by(chosen)
+    measured = cost is not False and chosen.contract == Contract.APPROXIMATE.value
+    if measured or strict:
         plain = optimize(model, target=where, progress=progress)
-        made.tell(cost_of(made, plain, None if cost is True else cost, progress))
+        speed = check_pace(made, plain, strict=strict)
+        if measured:
+            found = cost_of(made, plain, None if isinstance(cost, bool) else cost, progress)
+            made.tell(found.model_copy(update={"speed": speed}))
+    return made
+
+
+def _turned(
+    model: Source,
+    recipe: Recipe,
+    target: Target,
+    text: Prompts | None,
+    tolerance: float | None,
+    make: Callable[[Recipe], Model],
+    progress: Callable[[str], None],
+) -> Model:
+    """A model of a recipe whose knob stands where the text allows; see `data.knob.turned`. Where
+    there is no text to measure on, it stands as the recipe has it, and the report says so."""
+    assert recipe.knob is not None
+    given = TOLERANCE if tolerance is None else tolerance
+    key = None if text is not None else choice_key(model, recipe, target, given)
+    if key is not None and (kept := read_choice(key)) is not None:
+        made = make(recipe.turned(kept.value))
+        made.tell(kept.cost, kept.note)
+        return made
+    plain = optimize(model, target=target, progress=progress)
+    if text is None and (reason := why_not(plain)):
+        made = make(replace(recipe, knob=None))
+        made.tell(note=f"{recipe.knob.option} was not measured: {reason}")
+        return made
+    made, choice = turned(recipe, make, plain, text, given, progress)
+    made.tell(choice.cost, choice.note)
+    if key is not None:
+        write_choice(key, choice)
     return made
 
 
@@ -165,6 +220,8 @@ def _made(
         program, report = kept
         changed = {"source": str(model), "recipe": chosen.name, "target": str(where)}
         return _runnable(program, where, chosen, report.model_copy(update=changed))
+    if text is None and chosen.reads_bundled:
+        text = SAMPLE
     making = Making()
     traced = Traced.of(model, where.dtype, making.watching(known))
     evidence = None
@@ -197,6 +254,8 @@ def trace(
         return program
     check_paths(recipe)
     program = with_draft_models(program, recipe, dtype, progress, model)
+    if data is None and recipe.reads_bundled:
+        data = SAMPLE
     names = [step.pass_.name for step in arrange(recipe.steps, facts_of(program))]
     if after is not None and after not in names:
         raise InputError(
@@ -252,10 +311,13 @@ class Model(Exports):
             # A weak reference: a cycle would keep the weights until garbage collection.
             object.__setattr__(self, "report", self.report.of(weakref.ref(self)))
 
-    def tell(self, cost: Cost) -> None:
-        """Put into the report what the recipe costs."""
+    def tell(self, cost: Cost | None = None, note: str = "") -> None:
+        """Put into the report what the recipe costs, or a note."""
         if self.report is not None:
-            report = self.report.model_copy(update={"cost": cost})
+            notes = (*self.report.notes, note) if note else self.report.notes
+            report = self.report.model_copy(
+                update={"cost": cost or self.report.cost, "notes": notes}
+            )
             object.__setattr__(self, "report", report.of(weakref.ref(self)))
 
     @property

@@ -13,9 +13,12 @@ A recipe file::
       - draft_suffix: {tokens: 8}                    # with options
       - {pass: fuse_gate_up, optional: true}         # may match nothing
       - {pass: quantize_weights, options: {embedding: true}, optional: true}
+    knob: {draft_suffix.tokens: [8, 6, 4]}           # optional: an option that a text decides
 
 A pass of the extended recipe keeps its place; options given here override its own. The n-th entry
-of a repeatable pass (`Pass.repeatable`) overrides the extended recipe's n-th.
+of a repeatable pass (`Pass.repeatable`) overrides the extended recipe's n-th. A knob lists values
+of an option from the one that saves most to the one that costs least; `optimize` takes the first
+that costs a text no more than it may. Whoever sets the option has decided: the knob is gone.
 
     >>> Recipe.load("baseline").name
     'baseline'
@@ -45,7 +48,7 @@ from .ir.support.yamlfile import Document, parse, parse_value
 from .passes import Contract, Pass, all_passes
 from .passes.engine.manager import Step, weakest
 
-KEYS = ("title", "paper", "differs", "contract", "extends", "needs", "passes")
+KEYS = ("title", "paper", "differs", "contract", "extends", "needs", "passes", "knob")
 NEEDS = {"data": "sample text or prompts, given as data="}
 TEXT = "calibration text"
 
@@ -98,9 +101,22 @@ class Use:
 
 
 @dataclass(frozen=True)
+class Knob:
+    """An option (``pass.option``) and its values, from what saves most to what costs least."""
+
+    option: str
+    values: tuple[Any, ...]
+
+    def is_in(self, use: Use) -> bool:
+        """Whether a pass's options say what it is."""
+        name, _, option = self.option.partition(".")
+        return use.name == name and option in use.options
+
+
+@dataclass(frozen=True)
 class Recipe:
     """A named, checked list of passes. needs: keys of `NEEDS`. extends: the name of the extended
-    recipe, or "". differs: differences from the paper's method."""
+    recipe, or "". differs: differences from the paper's method. knob: see the module."""
 
     name: str
     title: str = ""
@@ -109,6 +125,7 @@ class Recipe:
     needs: tuple[str, ...] = ()
     extends: str = ""
     passes: tuple[Use, ...] = ()
+    knob: Knob | None = None
 
     @property
     def contract(self) -> str:
@@ -118,18 +135,25 @@ class Recipe:
     @property
     def reads_text(self) -> bool:
         """Whether it needs the user's text."""
-        return "data" in self.needs or any(step.pass_.text for step in self.steps)
+        wanted = any(p.text and not p.bundled for p in (step.pass_ for step in self.steps))
+        return "data" in self.needs or wanted
+
+    @property
+    def reads_bundled(self) -> bool:
+        """Whether it reads the bundled text where the user gives none."""
+        return any(p.text and p.bundled for p in (step.pass_ for step in self.steps))
 
     @property
     def takes_text(self) -> bool:
         """Whether it needs the user's text, or does better with some."""
-        return self.reads_text or any(step.pass_.helpful for step in self.steps)
+        helped = any(step.pass_.helpful for step in self.steps)
+        return helped or self.reads_text or self.reads_bundled or self.knob is not None
 
     @property
     def brought(self) -> tuple[str, ...]:
         """Inputs besides the model that the recipe and its passes need, as short texts."""
         passes = [step.pass_ for step in self.steps]
-        needs = [TEXT if pass_.text else pass_.needs() for pass_ in passes]
+        needs = [TEXT if p.text and not p.bundled else p.needs() for p in passes]
         return tuple(dict.fromkeys([*self.needs, *filter(None, needs)]))
 
     @property
@@ -178,7 +202,13 @@ class Recipe:
         options = {**changed[place].options, option: parse_value(text, where)}
         changed[place] = replace(changed[place], options=options, where=where)
         changed[place].build()
-        return replace(self, passes=tuple(changed))
+        decided = self.knob is not None and self.knob.option == f"{name}.{option}"
+        return replace(self, passes=tuple(changed), knob=None if decided else self.knob)
+
+    def turned(self, value: Any) -> Recipe:
+        """The recipe with its knob at a value, and without it."""
+        assert self.knob is not None
+        return self.with_options([f"{self.knob.option}={json.dumps(value)}"])
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for `load`, with all passes."""
@@ -188,7 +218,10 @@ class Recipe:
         ]
         head = {"name": self.name, "title": self.title, "paper": self.paper}
         head |= {"differs": self.differs} if self.differs else {}
-        return {**head, "contract": self.contract, "needs": list(self.needs), "passes": entries}
+        rest: dict[str, Any] = {"contract": self.contract, "needs": list(self.needs)}
+        if self.knob is not None:
+            rest["knob"] = {self.knob.option: list(self.knob.values)}
+        return {**head, **rest, "passes": entries}
 
     def save(self, path: str | Path) -> Path:
         """Write the recipe as YAML for `load`; its name is the file's."""
@@ -283,8 +316,28 @@ class _Reader:
             extends=base.name,
             passes=self.passes(base.passes),
         )
+        recipe = replace(recipe, knob=self.knob(base.knob, recipe))
         self.check_contract(recipe)
         return recipe
+
+    def knob(self, base: Knob | None, recipe: Recipe) -> Knob | None:
+        """The document's knob, or the base's where no option given here decides."""
+        if "knob" not in self.document.data:
+            given = [self.use(entry, ()) for entry in self.document.data.get("passes", [])]
+            return None if base is None or any(map(base.is_in, given)) else base
+        said = self.document.data["knob"]
+        if not isinstance(said, Mapping) or len(said) != 1:
+            raise self.error(("knob",), f"knob: expected pass.option: [values], got {said!r}")
+        ((option, values),) = said.items()
+        if not isinstance(values, list) or not values:
+            raise self.error(("knob",), f"knob: expected a list of values, got {values!r}")
+        made = Knob(str(option), tuple(values))
+        try:
+            for value in values:
+                replace(recipe, knob=made).turned(value)
+        except InputError as error:
+            raise self.error(("knob",), f"knob: {error}") from error
+        return made
 
     def error(self, path: tuple[str | int, ...], message: str) -> InputError:
         """An error with the line of a path in the document."""

@@ -43,7 +43,8 @@ class Measured(Frozen):
 class Cost(Frozen):
     """What a recipe costs a text. tokens: that were predicted. divergence: mean KL(model || recipe)
     in nats a token. ratio: perplexity over the model's, and the standard error of that. agreement:
-    share of tokens whose likeliest is the model's."""
+    share of tokens whose likeliest is the model's. speed: tokens a second when decoding, over the
+    model's; None if that was not measured."""
 
     text: str
     tokens: int
@@ -51,13 +52,23 @@ class Cost(Frozen):
     ratio: float
     error: float
     agreement: float
+    speed: float | None = None
 
     def __str__(self) -> str:
+        speed = "" if self.speed is None else f"; decodes at {self.speed:.2f} times its speed"
         return (
             f"on {self.text} of {self.tokens} tokens: KL {self.divergence:.4f} nats a token, "
             f"perplexity {self.ratio:.3f} +- {self.error:.3f} of the model's, "
-            f"{self.agreement:.1%} of the likeliest tokens the same"
+            f"{self.agreement:.1%} of the likeliest tokens the same{speed}"
         )
+
+
+class Choice(Frozen):
+    """What a recipe's knob was turned to. note: for the report."""
+
+    value: Any
+    cost: Cost
+    note: str
 
 
 class PassLine(Frozen):
@@ -93,6 +104,7 @@ class Report(Frozen):
     passes: tuple[PassLine, ...]
     generates: str = ""
     cost: Cost | None = None
+    notes: tuple[str, ...] = ()
     _model: Callable[[], Any] | None = PrivateAttr(default=None)
 
     def of(self, model: Callable[[], Any]) -> Report:
@@ -141,6 +153,7 @@ class Report(Frozen):
             for line in self.passes
             for remark in line.remarks
         ]
+        notes += [Text(f"note: {note}", style="yellow") for note in self.notes]
         if kernels := kernels_line(self.kernels()):
             notes.append(Text(f"weights of few bits run by {kernels}"))
         if self.generates:

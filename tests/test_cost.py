@@ -13,7 +13,8 @@ import torch
 import graftwork as gw
 from graftwork.cli.demo import demo_folder
 from graftwork.data import cost as costs
-from graftwork.data.cost import SAMPLE, cost_of, why_not
+from graftwork.data.corpus import SAMPLE
+from graftwork.data.cost import cost_of, why_not
 from graftwork.report import Report
 
 DEMO = str(demo_folder())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -40,7 +41,7 @@ def calibrate(
     from ..model import as_target, optimize
     from .open_model import with_settings
 
-    chosen = with_settings(recipe, set_)
+    chosen = replace(with_settings(recipe, set_), knob=None)  # this is who turns it
     check_text([chosen], text)
     check_promise(check_prompts(data) or 0, tolerance, confidence, tokens)
     check_file(file, "--out")

@@ -124,6 +124,13 @@ def optimize(
         Path | None,
         typer.Option(help="Texts to measure it on: a file, or a folder (default: a bundled text)."),
     ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="By which share perplexity may rise, for recipes that leave work out."),
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option(help="Refuse a recipe that decodes more slowly than the model.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option(help="Report only; save nothing.")] = False,
     seed: Annotated[int, typer.Option(help="Of random prompts for validation without --data.")] = 0,
     json_: Annotated[bool, typer.Option("--json", help="The report as JSON.")] = False,
@@ -146,6 +153,8 @@ def optimize(
             seed=seed,
             work=work,
             cost=cost_on or False,
+            tolerance=tolerance,
+            strict=strict,
             progress=show,
         )
         if cost and cost_on is None:
@@ -163,6 +172,7 @@ def optimize(
 def _measured(made: Model, source: str, show: Callable[[str], None]) -> None:
     """Say in the report what an approximate recipe costs, where that can be told."""
     from ..data.cost import cost_of, why_not
+    from ..data.knob import pace_of
     from ..model import optimize as optimize_model
 
     if made.report is None or made.report.contract != "approximate":
@@ -171,7 +181,8 @@ def _measured(made: Model, source: str, show: Callable[[str], None]) -> None:
         show(f"what it costs is not measured: {reason}")
         return
     plain = optimize_model(source, target=made.target, progress=show)
-    made.tell(cost_of(made, plain, progress=show))
+    found = cost_of(made, plain, progress=show)
+    made.tell(found.model_copy(update={"speed": pace_of(made, plain)}))
 
 
 app.command()(generate)

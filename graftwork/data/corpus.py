@@ -14,6 +14,8 @@ from ..ir.support.files import LARGE, check_regular, plain_path, read_text
 from ..runtime.asking.options import BEST
 from .prompts import Prompts, check_ids, encoder, read_prompts, refuse_sources
 
+SAMPLE = Path(__file__).with_name("sample.txt")
+"""A text of prose and code, 1,600 to 2,000 tokens, that no model has been trained on."""
 HELD_OUT = 10
 """One of this many documents is held out."""
 

@@ -17,17 +17,15 @@ from ..ir import InputError, Program
 from ..passes.engine.base import Effect, all_passes
 from ..passes.engine.evidence import TextSample, sampled
 from ..report import Cost, Report, megabytes
-from .corpus import read_corpus
+from .corpus import SAMPLE, read_corpus
 from .prompts import Prompts
 
-SAMPLE = Path(__file__).with_name("sample.txt")
-"""A text of prose and code, 1,600 to 2,000 tokens, that no model has been trained on."""
 LENGTH, MOST = 256, 48
 """Tokens of a window, and windows at most."""
 LONG = 2048
 """Tokens of a window where caches hold or read other rows than the model's: those that keep 1,024
 rows have dropped some by then."""
-AT_ONCE = 128
+AT_ONCE = 64
 """Tokens that are compared at once, and of one part of which differences have a standard error."""
 
 
@@ -77,15 +75,18 @@ def cost_of(
     plain: Predicting,
     text: Prompts | None = None,
     progress: Callable[[str], None] = lambda stage: None,
+    sample: TextSample | None = None,
 ) -> Cost:
     """What `made` costs on a text; None: `SAMPLE`. plain: the model that it was made from, on the
-    same target. Errors: `InputError` for texts that do not make a window of two tokens."""
+    same target. sample: windows that are read; None: all. Errors: `InputError` for texts that do
+    not make a window of two tokens."""
     documents = read_corpus(SAMPLE if text is None else text, made.program)
     tokens = torch.tensor([token for document in documents for token in document])
-    width = min(_width(made), len(tokens))
+    most, wanted = (MOST, _width(made)) if sample is None else (sample.windows, sample.length)
+    width = min(wanted, made.program.info.context, len(tokens))
     if width < 2:
         raise InputError(f"cost: a text of {len(tokens)} tokens has nothing to predict")
-    count = min(MOST, len(tokens) // width)
+    count = min(most, len(tokens) // width)
     windows = sampled(tokens, TextSample(count, width), made.program)
     divergence, apart, alike = 0.0, 0.0, 0
     parts: list[float] = []

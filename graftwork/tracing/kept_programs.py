@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from ..backends.target import Target
+from ..data.corpus import SAMPLE
 from ..frontends import kept_assets
 from ..frontends.generation import Known
 from ..ir import (
@@ -40,7 +42,7 @@ from ..ir.support.files import stamp_of
 from ..ir.text.kept_files import Kept, kept_file, read_kept, write_kept
 from ..ir.text.weights_text import parse_weights, weights_text
 from ..recipe import Recipe
-from ..report import Report
+from ..report import Choice, Report
 from .source_files import files_of
 
 PACKAGES = ("torch", "transformers", "safetensors", "pydantic", "gguf")
@@ -71,13 +73,41 @@ def program_key(model: object, recipe: Recipe, dtype: torch.dtype) -> str | None
     code = [Path(sys.modules[f"graftwork.{room}"].__file__ or "").parent for room in rooms]
     code.append(Path(__file__).parents[1])
     tools = sys.version_info[:3], versions_of(*PACKAGES), started()
-    known = (str(source), files, used, str(dtype), sources_of(*code), tools)
+    sample = stamp_of(SAMPLE.stat()) if recipe.reads_bundled else None
+    known = (str(source), files, used, str(dtype), sources_of(*code), tools, sample)
     return hashlib.sha256(repr(known).encode()).hexdigest()
+
+
+def choice_key(model: object, recipe: Recipe, target: Target, tolerance: float) -> str | None:
+    """The cache key of what a recipe's knob was turned to; None: not cacheable."""
+    knob = recipe.knob
+    key = None if knob is None else program_key(model, recipe, target.dtype)
+    if key is None:
+        return None
+    known = (key, knob, str(target), tolerance)
+    return hashlib.sha256(repr(known).encode()).hexdigest()
+
+
+def read_choice(key: str) -> Choice | None:
+    """What a knob was turned to; None if it is not cached."""
+    with kept_file("choices", key) as path:
+        kept = read_kept(path)
+    try:
+        return None if kept is None else Choice.model_validate_json(kept.texts["choice"])
+    except (KeyError, ValueError):
+        return None
+
+
+def write_choice(key: str, choice: Choice) -> None:
+    """Cache what a knob was turned to if possible."""
+    with contextlib.suppress(GraftworkError, OSError), kept_file("choices", key) as path:
+        write_kept(path, Kept({"choice": choice.model_dump_json()}, {}))
 
 
 def brings(recipe: Recipe) -> bool:
     """Whether a recipe reads texts, other models, heads or files, whose contents no key covers."""
-    return any(p.models or p.files or p.parts or p.text for p in (s.pass_ for s in recipe.steps))
+    passes = [step.pass_ for step in recipe.steps]
+    return any(p.models or p.files or p.parts or (p.text and not p.bundled) for p in passes)
 
 
 def _is_patched() -> bool:

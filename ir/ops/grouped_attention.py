@@ -11,7 +11,15 @@ from torch import Tensor
 from ..support.errors import InputError
 from . import Native, Sample, op
 from .attention import attend
-from .grouped_cache import HALF, U8, check_groups, group_values, join_rows, quantize_groups
+from .grouped_cache import (
+    HALF,
+    U8,
+    check_channels,
+    check_groups,
+    group_values,
+    join_rows,
+    quantize_groups,
+)
 from .operands import Operands
 from .quantized_cache import hadamard
 from .rotary import rotated
@@ -80,6 +88,8 @@ def _check(
         if sizes[axes[3]] != numbers or (not by and sizes[axes[2]] != sizes["C"]):
             rows = axes[2] if by else "C"
             given.refuse(f"{name}_steps", steps, ("B", "G", rows, f"{numbers}"), HALF)
+        if by:
+            check_channels(given.op, f"{name}_steps", sizes[axes[2]], sizes["C"], group)
         if turned and width & (width - 1):
             raise InputError(
                 f"{given.op}: rows of {width} have no Hadamard matrix: it must be a power of two"

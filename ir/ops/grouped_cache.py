@@ -93,6 +93,15 @@ def check_groups(
     return each
 
 
+def check_channels(op: str, name: str, groups: object, rows: object, group: int) -> None:
+    """Errors: `InputError` for groups of channels that end before the rows do. Sizes that are
+    symbols are checked when they are numbers."""
+    if isinstance(groups, int) and isinstance(rows, int) and groups * group < rows:
+        raise InputError(
+            f"{op}: {name} are of {groups} groups of {group}, and there are {rows} rows"
+        )
+
+
 def _quantize_samples() -> Iterator[Sample]:
     for bits, by_channel in ((2, True), (4, False), (8, True), (3, False)):
         x = torch.randn(2, 2, 6, 8)
@@ -178,6 +187,8 @@ def _check_values(
 ) -> None:
     if not by_channel and given.sizes["S"] != given.sizes["C"]:
         given.refuse("steps", steps, "BGCN", HALF)
+    if by_channel:
+        check_channels(given.op, "steps", given.sizes["S"], given.sizes["C"], group)
     width = given.sizes["D"] = given.sizes["K"] * 8 // max(bits, 1)
     each = check_groups(given.op, width, None, bits, group, by_channel, outliers)
     numbers = (2 + 2 * outliers) * (width if by_channel else width // each)

@@ -22,6 +22,9 @@ Inference in Large Language Models with a Unified Layer Skipping Strategy", 2024
 R = floor(L / speedup) stay, the first, the last, and multiples of floor(L / (R - 1)) until there
 are R.
 
+``count`` leaves so many layers out that a text misses least (see `importance`), where no others
+are named: one after the other, each time the one without which the text's loss is smallest.
+
 ``prefill="full"`` keeps the whole model as a function of its own that prompts run through::
 
     func prefill(tokens: i64[B,T], positions: i64[B,T]) -> logits f32[B,T,V]
@@ -48,8 +51,20 @@ from pydantic import Field, model_validator
 from ...ir import Function, PassError, Program
 from ...ir.execution.analysis import blocks_of
 from ...ir.plan import Prefilled, Whole
+from ...ir.plan.bounds import Rollout
 from ...ir.rewrite.cleanup import sweep
-from ..engine.base import Contract, Effect, Outcome, Pass, register
+from ..engine.base import (
+    Contract,
+    Effect,
+    Evidence,
+    LearningPass,
+    Length,
+    Outcome,
+    TextSample,
+    Windows,
+    register,
+)
+from .importance import Part, cosines, in_question, loss, missed_least
 
 G = torch.ops.graftwork
 
@@ -58,18 +73,23 @@ PREFILL = "prefill"
 
 
 @register
-class SkipLayers(Pass):
+class SkipLayers(LearningPass):
     """layers, attention, mlp: numbers of the layers to leave out, whole or in part; the first
     is 0, and the last -1. speedup: leave out so many layers that the rest are as many times
-    faster, by the rule of Unified Layer Skipping. prefill: what prompts run through, the "same"
-    layers or the "full" model."""
+    faster, by the rule of Unified Layer Skipping. count: where none of these is set, of the layers
+    that a text misses least. prefill: what prompts run through, the "same" layers or the "full"
+    model. windows, length: of the text."""
 
     layers: Layers = ()
     attention: Layers = ()
     mlp: Layers = ()
     speedup: float | None = Field(default=None, gt=1, le=1e4, allow_inf_nan=False)
+    count: Rollout = 0
     prefill: Literal["same", "full"] = "same"
+    windows: Windows = 2
+    length: Length = 128
 
+    bundled: ClassVar[bool] = True
     name: ClassVar[str] = "skip_layers"
     contract: ClassVar[Contract] = Contract.APPROXIMATE
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
@@ -83,6 +103,29 @@ class SkipLayers(Pass):
                 raise ValueError(f"speedup chooses the layers itself: leave {name} out, or speedup")
         return self
 
+    @property
+    def text(self) -> TextSample | None:
+        named = self.layers or self.attention or self.mlp or self.speedup is not None
+        return self.sample if self.count and not named else None
+
+    def learn(self, program: Program, evidence: Evidence) -> Outcome:
+        windows = evidence.sampled(self.sample, program)
+        layers = len(blocks_of(program.step))
+        if self.count >= layers:
+            raise PassError(f"{self.name}: count={self.count} leaves none of {layers} layers")
+
+        def costs(gone: Sequence[Part]) -> float:
+            evidence.progress(f"layers that are missed least, {len(gone)} of {self.count}", 0.0)
+            return loss(self._without(gone).run(program).program, windows)
+
+        parts = in_question(cosines(program, windows), self.count)
+        return self._without(missed_least(costs, parts, self.count)).run(program)
+
+    def _without(self, gone: Sequence[Part]) -> SkipLayers:
+        """The pass that leaves out these layers."""
+        named = tuple(sorted(layer for _, layer in gone))
+        return self.model_copy(update={"layers": named})
+
     def run(self, program: Program) -> Outcome:
         if program.states:
             raise PassError(
@@ -95,7 +138,9 @@ class SkipLayers(Pass):
             return Outcome(program, 0, f"{fn.name} has no graftwork.hidden marker of a block")
         parts = self._parts(sorted(blocks))
         if not parts:
-            return Outcome(program, 0, "options name no layer: set layers, attention, mlp, speedup")
+            return Outcome(
+                program, 0, "options name no layer: set layers, attention, mlp, speedup, count"
+            )
         for layer, part in sorted(parts):
             _bypass(fn, layer, part, self.name)
         sweep(fn)

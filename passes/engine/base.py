@@ -75,7 +75,8 @@ class Pass(BaseModel):
     shows are checked (see `facts`). effects: what it changes. reads: effects of *other* passes that
     must be in place before this one runs. repeatable: whether a recipe may have it several times,
     because each adds something of its own (a drafter more). brings: what the user brings for it
-    besides the model, if its options do not tell (see `needs`).
+    besides the model, if its options do not tell (see `needs`). bundled: where the user gives no
+    text, the bundled one will do.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -88,6 +89,7 @@ class Pass(BaseModel):
     reads: ClassVar[frozenset[Effect]] = frozenset()
     repeatable: ClassVar[bool] = False
     brings: ClassVar[str] = ""
+    bundled: ClassVar[bool] = False
 
     @classmethod
     def needs(cls) -> str:

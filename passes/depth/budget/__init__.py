@@ -16,6 +16,15 @@ from ....runtime.depth.base import DEPTHS, DepthPolicy, StepFeed
 from ....runtime.feeding.outputs import Outputs
 
 
+def floor(least: float, total: int) -> int:
+    """Layers that always run, of `total`.
+
+    >>> floor(2, 30), floor(0.5, 30), floor(0.01, 30)
+    (2, 15, 1)
+    """
+    return least if isinstance(least, int) else max(int(total * least), 1)
+
+
 @policy
 @dataclass(frozen=True)
 class LinearBudget(DepthRecord):
@@ -28,7 +37,7 @@ class LinearBudget(DepthRecord):
     """
 
     most: Rollout = 0
-    least: Levels = 2
+    least: Levels | Part = 2
     tokens: Nodes = 256
     kind: ClassVar[str] = "linear"
 
@@ -39,7 +48,7 @@ class LinearBudget(DepthRecord):
     def layers(self, place: int, total: int) -> int:
         """Layers of the token at a place, of `total`."""
         most, along = self.most or total, min(place / self.tokens, 1.0)
-        return int(most - (most - self.least) * along)
+        return int(most - (most - floor(self.least, total)) * along)
 
 
 @policy
@@ -47,17 +56,17 @@ class LinearBudget(DepthRecord):
 class DecayBudget(DepthRecord):
     """Of L layers floor(L alpha^i) for the i-th token behind the prompt (D3, Fan et al. 2025).
 
-    alpha: at most 1. least: layers that always run. Which ones, and what batches and prompts do: as
-    in `LinearBudget`.
+    alpha: at most 1. least: layers that always run, or their share. Which ones, and what batches
+    and prompts do: as in `LinearBudget`.
     """
 
     alpha: Part = 0.998
-    least: Levels = 2
+    least: Levels | Part = 2
     kind: ClassVar[str] = "decay"
 
     def layers(self, place: int, total: int) -> int:
         """Layers of the token at a place, of `total`."""
-        return max(int(total * self.alpha**place), self.least)
+        return max(int(total * self.alpha**place), floor(self.least, total))
 
 
 @DEPTHS.register(LinearBudget)

@@ -12,7 +12,7 @@ from ....backends.onnxruntime.depths_in_graph import called, depth
 from ....backends.onnxruntime.graph_builder import F64, I64, GraphBuilder
 from ....backends.onnxruntime.steps_in_graph import Fed, Steps, Values, either, nothing
 from ....ir import Program
-from . import DecayBudget, LinearBudget
+from . import DecayBudget, LinearBudget, floor
 
 
 @depth(LinearBudget, DecayBudget)
@@ -43,10 +43,10 @@ def _budget(
     if isinstance(record, DecayBudget):
         share = g.op("Pow", number(record.alpha), along)
         layers = g.cast(g.op("Mul", number(total), share), I64)
-        return g.op("Max", layers, g.const(record.least))
+        return g.op("Max", layers, g.const(floor(record.least, total)))
     most = record.most or total
     share = g.op("Min", g.op("Div", along, number(record.tokens)), number(1.0))
-    fallen = g.op("Mul", number(most - record.least), share)
+    fallen = g.op("Mul", number(most - floor(record.least, total)), share)
     return g.cast(g.op("Sub", number(most), fallen), I64)
 
 

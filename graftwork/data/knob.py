@@ -1,0 +1,133 @@
+"""A recipe's knob, turned as far as a text allows.
+
+Which layers, thresholds or budgets keep a model's text differs from model to model: what costs a
+model that was trained for it nothing makes another write garbage. So recipes that leave work out
+say which option decides how much, and `turned` takes the most that costs a text no more than is
+tolerated, or refuses and says what the least would cost.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..ir import InputError, PassError
+from ..passes.engine.evidence import TextSample
+from ..recipe import Recipe
+from ..report import Choice, Cost
+from .corpus import SAMPLE, read_corpus
+from .cost import cost_of
+from .prompts import Prompts
+
+if TYPE_CHECKING:
+    from ..model import Model
+
+TOLERANCE = 0.05
+"""How much perplexity may rise, as a share, unless a call says otherwise."""
+READ = TextSample(4, 256)
+"""What each value is measured on, """
+SINGLY = TextSample(1, 320)
+"""and where a text is run token by token, because each may stop at another layer."""
+PROMPT, TOKENS, ROUNDS = 64, 24, 3
+"""Of the text that is written to tell the speed, and how often."""
+SLOWER = 0.97
+"""A speed over the model's below which a recipe is slower: less is noise."""
+
+
+def turned(
+    recipe: Recipe,
+    make: Callable[[Recipe], Model],
+    plain: Model,
+    text: Prompts | None,
+    tolerance: float,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> tuple[Model, Choice]:
+    """The model of the first value of the recipe's knob whose perplexity on a text, with its
+    standard error, is at most 1 + tolerance of the model's. Values behind one that is good enough
+    are taken to be so as well, so few are tried. Returns what was chosen, too.
+
+    text: None: the bundled one. Errors: `InputError` if none is; those of the passes where the last
+    value cannot be made.
+    """
+    knob = recipe.knob
+    assert knob is not None
+    low, high = 0, len(knob.values)
+    found: tuple[Model, Any, Cost] | None = None
+    least: Cost | None = None
+    while low < high:
+        middle = (low + high) // 2
+        value = knob.values[middle]
+        progress(f"try {knob.option}={value}")
+        try:
+            made = make(recipe.turned(value))
+        except PassError:
+            if middle == len(knob.values) - 1:
+                raise
+            low = middle + 1  # fewer layers than the model can do with
+            continue
+        read = SINGLY if made.program.plan.depth.stops else READ
+        cost = cost_of(made, plain, text, sample=read)
+        if cost.ratio + cost.error <= 1 + tolerance:
+            found, high = (made, value, cost), middle
+        else:
+            low, least = middle + 1, cost
+    if found is None:
+        assert least is not None
+        raise InputError(
+            f"recipe {recipe.name!r} leaves out more than this model can do without: on "
+            f"{least.text}, {knob.option}={knob.values[-1]}, the least of its values, has "
+            f"{least.ratio:.3f} +- {least.error:.3f} of the model's perplexity, and "
+            f"{1 + tolerance:g} is tolerated. Heal the model (graftwork train), tolerate more "
+            f"(tolerance={least.ratio + least.error - 1:.2f}), or set {knob.option} yourself"
+        )
+    made, value, cost = found
+    speed = pace_of(made, plain)
+    note = f"{knob.option}={value} keeps {tolerance:g}"
+    if speed < SLOWER:
+        note += ", and makes this model slower: take it as it is"
+    return made, Choice(value=value, cost=cost.model_copy(update={"speed": speed}), note=note)
+
+
+def check_tolerance(recipe: Recipe, tolerance: float | None) -> None:
+    """Errors: `InputError` for a tolerance that is none, or that no knob can keep."""
+    if tolerance is None:
+        return
+    if recipe.knob is None:
+        raise InputError(
+            f"tolerance is given, but recipe {recipe.name!r} has no knob that a text could turn "
+            f"(or it is set already): leave it out"
+        )
+    if isinstance(tolerance, bool) or not 0 < tolerance < 100:
+        raise InputError(f"tolerance={tolerance!r}: expected a share above 0, such as 0.05")
+
+
+def check_pace(made: Model, plain: Model, *, strict: bool) -> float:
+    """See `pace_of`. Errors: `InputError` if strict, for a model that became slower."""
+    speed = pace_of(made, plain)
+    if strict and speed < SLOWER:
+        raise InputError(
+            f"recipe {made.recipe['name']!r} decodes at {speed:.2f} times the model's own speed "
+            f"for {made.target}, and strict=True asks for {SLOWER} at least"
+        )
+    return speed
+
+
+def pace_of(made: Model, plain: Model) -> float:
+    """Tokens a second of decoding over the model's own, in turns: the median of `ROUNDS`."""
+    prompt = [token % made.program.info.vocab_size for token in range(1, PROMPT + 1)]
+    if "tokenizer.json" in made.program.assets:
+        (document, *_) = read_corpus(SAMPLE, made.program)
+        prompt = list(document)[:PROMPT]
+    most = made.program.info.context - len(prompt)
+    asked = {"max_new_tokens": min(TOKENS, most), "do_sample": False, "eos_token_id": []}
+    rates: list[float] = []
+    for place in range(ROUNDS + 1):
+        pair = []
+        for model in (made, plain):
+            model.forget()
+            said = model.generate([prompt], return_dict_in_generate=True, pad_token_id=0, **asked)
+            pair.append(said.stats.tokens_per_second)
+        if place:  # the first one touches memory
+            rates.append(pair[0] / pair[1])
+    return statistics.median(rates)

@@ -1,0 +1,165 @@
+"""Options that a text decides: the most that it allows, or a refusal and what the least costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tiny_llama
+
+import graftwork as gw
+from graftwork.cli.demo import demo_folder
+from graftwork.data import knob as knobs
+from graftwork.data.corpus import SAMPLE
+from graftwork.ir import InputError, PassError, Weight, WeightStore
+from graftwork.passes.depth.skip_layers import SkipLayers
+from graftwork.passes.engine.evidence import Evidence, WorkFolder
+from graftwork.recipe import Recipe
+from graftwork.tracing import kept_programs
+
+DEMO = str(demo_folder())
+TARGET = "eager:cpu:float32"
+SPEEDUPS = [2.0, 1.6, 1.3, 1.15]
+RECIPE = {
+    "name": "spread",
+    "extends": "unified_skipping",
+    "knob": {"skip_layers.speedup": SPEEDUPS},
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs, "pace_of", lambda made, plain: 1.5)
+
+
+def speedup(model: gw.Model) -> float:
+    (use,) = (use for use in model.recipe["passes"] if use["pass"] == "skip_layers")
+    found: float = use["options"]["speedup"]
+    return found
+
+
+def tried(recipe: object, **options: object) -> tuple[gw.Model, list[str]]:
+    """What was made, and the values that were tried."""
+    stages: list[str] = []
+    made = gw.optimize(DEMO, recipe, target=TARGET, progress=stages.append, **options)  # type: ignore[arg-type]
+    return made, [stage.rpartition("=")[2] for stage in stages if stage.startswith("try ")]
+
+
+def test_a_text_takes_the_most_that_it_tolerates_and_the_choice_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kept_programs, "_is_patched", lambda: False)
+    cost = {}
+    for value in SPEEDUPS:
+        made = gw.optimize(DEMO, Recipe.load(RECIPE).turned(value), target=TARGET, cost=True)
+        assert made.report is not None and made.report.cost is not None
+        cost[value] = made.report.cost.ratio
+    assert sorted(cost.values(), reverse=True) == list(cost.values())  # or no bisection finds it
+    between = (cost[1.6] + cost[1.3]) / 2 - 1
+    made, values = tried(RECIPE, tolerance=between)
+    assert speedup(made) == 1.3 and 1 < len(values) < len(SPEEDUPS)
+    assert made.report is not None and made.report.cost is not None
+    assert made.report.cost.speed == 1.5 and made.report.cost.ratio <= 1 + between
+    assert any("skip_layers.speedup=1.3" in note for note in made.report.notes)
+    again, values = tried(RECIPE, tolerance=between)
+    assert speedup(again) == 1.3 and values == []
+    assert again.report is not None
+    assert (again.report.cost, again.report.notes) == (made.report.cost, made.report.notes)
+    assert speedup(tried(RECIPE, tolerance=90.0)[0]) == 2.0
+
+
+def test_where_even_the_least_costs_too_much_the_recipe_refuses_and_says_how_much() -> None:
+    with pytest.raises(InputError, match=r"speedup=1.15, the least .* of the model's perplexity"):
+        tried(RECIPE, tolerance=1e-6)
+    # The user's own text decides where one is given.
+    with pytest.raises(InputError, match="on the given text"):
+        tried(RECIPE, tolerance=1e-6, data=[SAMPLE.read_text()[3000:]])
+
+
+def test_who_sets_the_option_has_decided() -> None:
+    recipe = Recipe.load(RECIPE).with_options(["skip_layers.speedup=1.3"])
+    assert recipe.knob is None and tried(recipe)[1] == []
+    own = {"extends": "calm", "passes": [{"depth_confident": {"threshold": 0.5}}]}
+    assert Recipe.load(own).knob is None
+    other = {"extends": "calm", "passes": [{"depth_confident": {"tokens": 9}}]}
+    assert Recipe.load(other).knob == Recipe.load("calm").knob is not None
+    assert Recipe.load(Recipe.load("calm").as_dict()).knob == Recipe.load("calm").knob
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"skip_layers.speedup": []}, "expected a list of values"),
+        ({"skip_layers.speedup": 2.0}, "expected a list of values"),
+        (["skip_layers.speedup"], r"expected pass.option: \[values\]"),
+        ({"skip_layers.speed": [2.0]}, "has no option 'speed'"),
+        ({"skip_layer.speedup": [2.0]}, "has no pass 'skip_layer'"),
+        ({"skip_layers.speedup": [2.0, 0.5]}, "greater than 1"),
+    ],
+)
+def test_a_knob_that_is_none_is_refused(said: object, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Recipe.load({**RECIPE, "knob": said})
+
+
+def test_what_cannot_be_measured_stands_as_the_recipe_has_it() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4},
+        num_attention_heads=4,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    made = gw.optimize(model, RECIPE, target=TARGET)
+    assert made.report is not None and "was not measured" in str(made.report)
+    assert speedup(made) == 2.0
+
+
+def test_tolerances_and_slow_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="recipe 'int8' has no knob"):
+        gw.optimize(DEMO, "int8", tolerance=0.1)
+    for wrong in (0.0, -1.0, float("nan"), True):
+        with pytest.raises(InputError, match="expected a share above 0"):
+            gw.optimize(DEMO, RECIPE, tolerance=wrong)
+    monkeypatch.setattr(knobs, "pace_of", lambda made, plain: 0.8)
+    with pytest.raises(InputError, match=r"at 0.80 times the model's own speed .* strict=True"):
+        gw.optimize(DEMO, "copyspec", target=TARGET, strict=True)
+    made, _ = tried(RECIPE, tolerance=90.0)
+    assert made.report is not None and "makes this model slower" in str(made.report)
+
+
+def test_a_pace_is_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    made, plain = (gw.optimize(DEMO, recipe, target=TARGET) for recipe in ("int8", "baseline"))
+    assert 0.02 < knobs.pace_of(made, plain) < 50
+
+
+def test_the_layers_that_a_text_misses_least_are_left_out(tmp_path: Path) -> None:
+    """Layers 1 and 3 of six change nothing, so those are the ones."""
+    program = tiny_llama(6)
+    nothing = {f"layers.{layer}.{part}" for layer in (1, 3) for part in ("o", "down")}
+    weights = {
+        name: Weight.of(name, torch.zeros_like(old.load())) if name in nothing else old
+        for name, old in program.weights.items()
+    }
+    program = program.replace(weights=WeightStore(weights))
+    ids = torch.randint(0, program.info.vocab_size, (600,))
+    evidence = Evidence(ids, WorkFolder(tmp_path / "work"))
+    two = SkipLayers(count=2, length=16)
+    assert two.learn(program, evidence).program.step.weights == (
+        SkipLayers(layers=(1, 3)).run(program).program.step.weights
+    )
+    with pytest.raises(PassError, match="leaves none of 6 layers"):
+        SkipLayers(count=6, length=16).learn(program, evidence)
+    with pytest.raises(PassError, match="needs text"):
+        two.apply(program)
+    assert SkipLayers(count=2, layers=(0,)).text is None  # named layers are the ones
+
+
+def test_budgets_of_layers_may_be_shares() -> None:
+    recipe = Recipe.load("skipdecode").with_options(["depth_linear.least=0.5"])
+    made = gw.optimize(DEMO, replace(recipe, knob=None), target=TARGET)
+    record = made.program.plan.depth
+    assert [record.layers(place, 8) for place in (0, 128, 256, 999)] == [8, 6, 4, 4]  # type: ignore[attr-defined]
