@@ -23,7 +23,7 @@ R = floor(L / speedup) stay, the first, the last, and multiples of floor(L / (R 
 are R.
 
 ``count`` leaves so many layers out that a text misses least (see `importance`), where no others
-are named: one after the other, each time the one without which the text's loss is smallest.
+are named: those without which, each by itself, the text's loss is smallest.
 
 ``prefill="full"`` keeps the whole model as a function of its own that prompts run through::
 
@@ -64,7 +64,7 @@ from ..engine.base import (
     Windows,
     register,
 )
-from .importance import Part, cosines, in_question, loss, missed_least
+from .importance import Part, cosines, in_question, loss
 
 G = torch.ops.graftwork
 
@@ -86,8 +86,8 @@ class SkipLayers(LearningPass):
     speedup: float | None = Field(default=None, gt=1, le=1e4, allow_inf_nan=False)
     count: Rollout = 0
     prefill: Literal["same", "full"] = "same"
-    windows: Windows = 2
-    length: Length = 128
+    windows: Windows = 4
+    length: Length = 256
 
     bundled: ClassVar[bool] = True
     name: ClassVar[str] = "skip_layers"
@@ -114,12 +114,11 @@ class SkipLayers(LearningPass):
         if self.count >= layers:
             raise PassError(f"{self.name}: count={self.count} leaves none of {layers} layers")
 
-        def costs(gone: Sequence[Part]) -> float:
-            evidence.progress(f"layers that are missed least, {len(gone)} of {self.count}", 0.0)
-            return loss(self._without(gone).run(program).program, windows)
-
-        parts = in_question(cosines(program, windows), self.count)
-        return self._without(missed_least(costs, parts, self.count)).run(program)
+        parts, costs = in_question(cosines(program, windows), self.count), {}
+        for number, part in enumerate(parts):
+            evidence.progress("which layers are missed least", number / len(parts))
+            costs[part] = loss(self._without([part]).run(program).program, windows)
+        return self._without(sorted(parts, key=costs.__getitem__)[: self.count]).run(program)
 
     def _without(self, gone: Sequence[Part]) -> SkipLayers:
         """The pass that leaves out these layers."""
