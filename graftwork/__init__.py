@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .measuring.tuning import tune
     from .model import Model, load, optimize
     from .recipe import Recipe, recipes
-    from .training import fit, train_exits
+    from .training import fit, heal, train_exits
 
 _install()
 
@@ -33,6 +33,7 @@ __all__ = [
     "Target",
     "calibrate_exits",
     "fit",
+    "heal",
     "load",
     "optimize",
     "recipes",
@@ -48,6 +49,7 @@ _HOMES = {
     "Target": ".backends.target",
     "calibrate_exits": ".measuring.exit_thresholds",
     "fit": ".training",
+    "heal": ".training",
     "load": ".model",
     "optimize": ".model",
     "recipes": ".recipe",

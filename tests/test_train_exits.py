@@ -63,8 +63,8 @@ def test_a_dropped_layer_is_a_skipped_one(name: str) -> None:
     model = build(ARCHS[name])
     made = trainer(model)
     tokens = torch.tensor(TEXT[0])[None, :12]
-    kept = torch.ones(2, made.layers)
-    kept[1, 1] = 0.0
+    kept = torch.ones(2, 1, made.layers)
+    kept[1, 0, 1] = 0.0
     both = made._states(tokens.expand(2, -1), kept, (made.layers - 1,))[made.layers - 1]
     logits = made.net.outputs(made.head, ("logits",), {"hidden": both})["logits"]
     with torch.no_grad():

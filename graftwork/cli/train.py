@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .console import err, out
-from .options import TO_WRITE, ModelArg, RecipeOption, SetOption, TargetOption
+from .options import TO_WRITE, ModelArg, RecipeOption, SetOption, TargetOption, require
 
 # Late imports: torch takes seconds, which `--help` does not need.
 
 if TYPE_CHECKING:
+    from ..recipe import Recipe
     from ..training import Fitted
 
 
@@ -36,16 +39,20 @@ def train(
     batch: Annotated[int, typer.Option(help="Windows per step.")] = 4,
     window: Annotated[int, typer.Option(help="Tokens per window.")] = 512,
     passes: Annotated[int, typer.Option(help="Uses of a window, if --steps is given.")] = 4,
-    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    rate: Annotated[
+        float | None, typer.Option(help="Peak learning rate (default: 1e-3, of layers 1e-4).")
+    ] = None,
     own: Annotated[float, typer.Option(help="Share of windows that the model continues.")] = 0.75,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     resume: Annotated[bool, typer.Option(help="Continue from the checkpoint in --out.")] = False,
 ) -> None:
-    """Train a recipe's draft heads on what the model itself predicts."""
+    """Train a recipe's draft heads on what the model itself predicts; or, for one that leaves
+    layers out, the layers that are left, and write a checkpoint."""
     from ..artifact.destinations import check_above
     from ..data.calibration import check_documents
     from ..model import as_target, optimize
     from ..training import FitState, fit
+    from ..training.heal import heals
     from .open_model import with_settings
     from .progress import training_progress
 
@@ -54,6 +61,13 @@ def train(
     check_above(folder / "heads")
     if data is not None:
         check_documents(data)
+    chosen = replace(chosen, knob=None)
+    rates = {} if rate is None else {"rate": rate}
+    if heals(chosen):
+        require(data is not None, "healing layers takes --data: texts like those to be written")
+        options = {"minutes": minutes, "steps": steps, "batch": batch, "window": window}
+        _heal(model, chosen, data, folder, resume, {**options, **rates, "seed": seed})
+        return
     with training_progress(err) as update, _interruptible(folder):
         made = optimize(
             model,
@@ -73,11 +87,37 @@ def train(
             batch=batch,
             window=window,
             passes=passes,
-            rate=rate,
             own=own,
             seed=seed,
+            **rates,
         )
     out.print(_summary(fitted, folder), markup=False, soft_wrap=True)
+
+
+def _heal(
+    model: str, recipe: Recipe, data: Path | None, folder: Path, resume: bool, options: Any
+) -> None:
+    """Train the layers that a recipe leaves, and say what that brought."""
+    from ..training.heal import HEALED, heal
+    from .progress import training_progress
+
+    assert data is not None
+    with training_progress(err) as update, _interruptible(folder):
+        made = heal(model, recipe, data, out=folder, resume=resume, progress=update, **options)
+    settings = " ".join(
+        f"--set {use.name}.{option}={json.dumps(value)}"
+        for use in recipe.passes
+        if use.name in HEALED
+        for option, value in use.options.items()
+    )
+    (kl, ratio), (before, worse) = made.after, made.before
+    out.print(
+        f"{made.steps} steps; on held-out text KL {before:.3f} -> {kl:.3f} nats a token, "
+        f"perplexity {worse:.3f} -> {ratio:.3f} of the whole model's\n"
+        f"checkpoint in {folder}: use it with --recipe {recipe.name} {settings}",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _summary(fitted: Fitted, folder: Path) -> str:

@@ -1,7 +1,8 @@
-"""Training of inserted weights (`fit`), or of the target itself (`train_exits`)."""
+"""Training of inserted weights (`fit`), or of the target itself (`train_exits`, `heal`)."""
 
 from .early_exit import ExitsTrained, train_exits
 from .fit import FitOptions, FitState, Fitted, Report, fit
+from .heal import Healed, heal
 from .layerskip import LayerSkip
 
 __all__ = [
@@ -9,8 +10,10 @@ __all__ = [
     "FitOptions",
     "FitState",
     "Fitted",
+    "Healed",
     "LayerSkip",
     "Report",
     "fit",
+    "heal",
     "train_exits",
 ]

@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from ..data.corpus import Windows, read_corpus, split
 from ..data.prompts import Prompts
 from ..frontends import import_model
 from ..frontends.huggingface.model import load_model
-from ..ir import InputError
+from ..ir import InputError, Program
 from ..ir.support.files import plain_path, writing
 from . import checkpoint
 from .budget import Budget, check_loss, rate_factor
@@ -103,20 +104,28 @@ def train_exits(
     Errors: `InputError` for bad options or data, a folder with other contents, and a loss that is
     not finite (the last checkpoint is kept).
     """
-    chosen = ExitOptions(**options)
-    return _Training(model, data, plain_path("out", out), objective or LayerSkip(), chosen).run(
-        resume, progress
-    )
+    chosen, wanted = ExitOptions(**options), objective or LayerSkip()
+
+    def make(program: Program, names: set[str], device: torch.device) -> ExitTrainer:
+        return ExitTrainer(program, wanted, names, device)
+
+    run = Training(model, data, plain_path("out", out), chosen, make, asdict(wanted))
+    before, after, steps = run.run(resume, progress)
+    return ExitsTrained(run.out, steps, before, after)
 
 
-class _Training:
+class Training:
+    """A run that trains a transformers model's weights. make: the trainer of its program and the
+    names of its parameters. mark: what a resumed run must agree on."""
+
     def __init__(
         self,
         model: PreTrainedModel | str | Path,
         data: Prompts | torch.Tensor,
         out: Path,
-        objective: LayerSkip,
         options: ExitOptions,
+        make: Callable[[Program, set[str], torch.device], ExitTrainer],
+        mark: Mapping[str, Any],
     ) -> None:
         self.out, self.options = out, options
         self.source: Path | None = None
@@ -127,15 +136,15 @@ class _Training:
         # The folder's program has its tokenizer.
         program = import_model(self.source or self.model, dtype=torch.float32)
         names = {name for name, _ in self.model.named_parameters()}
-        self.trainer = ExitTrainer(program, objective, names, torch.device(options.device))
-        self.mark = {**asdict(objective), "layers": self.trainer.layers, "program": program.name}
+        self.trainer = make(program, names, torch.device(options.device))
+        self.mark = {**mark, "layers": self.trainer.layers, "program": program.name}
         train, kept = split(read_corpus(data, program))
         width = min(options.window, program.info.context - 1) + 1
         self.windows = Windows(train, width, options.seed)
         self.kept = Windows(kept, width, options.seed)(0, MEASURED)
 
-    def run(self, resume: bool, progress: Report) -> ExitsTrained:
-        """Train, save and measure."""
+    def run(self, resume: bool, progress: Report) -> tuple[list[float], list[float], int]:
+        """Train, save and measure: the trainer's losses before and after, and the steps."""
         if not resume and self.out.exists() and any(self.out.iterdir()):
             raise InputError(f"{self.out} is not empty: choose another folder, or resume")
         optimizer = self._optimizer()
@@ -152,7 +161,7 @@ class _Training:
             if state.step % self.options.save_every == 0:
                 self._save(optimizer, state)
         self._save(optimizer, state)
-        return ExitsTrained(self.out, state.step, before, self.trainer.losses(self.kept))
+        return before, self.trainer.losses(self.kept), state.step
 
     def _optimizer(self) -> torch.optim.Optimizer:
         tensors = self.trainer.net.parameters

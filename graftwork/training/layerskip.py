@@ -31,7 +31,7 @@ import torch
 import torch.fx
 import torch.nn.functional as F
 
-from ..ir import Function, InputError, Program, Sym, TensorType, UnsupportedError, type_of
+from ..ir import Function, InputError, Program, TensorType, UnsupportedError, type_of
 from ..ir.rewrite.subgraph import beyond, tables_of
 from .net import Net
 
@@ -141,7 +141,7 @@ class ExitTrainer:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         chance = torch.rand(len(tokens), count, generator=generator)
         kept = chance >= torch.tensor(objective.drops(count, share))
-        states = self._states(tokens[:, :-1], kept.float(), tuple(shares))
+        states = self._states(tokens[:, :-1], kept.float()[:, None], tuple(shares))
         total, by_depth = torch.zeros((), device=self.device), {}
         for layer, weight in shares.items():
             loss = self._cross_entropy(states[layer], tokens[:, 1:])
@@ -152,7 +152,7 @@ class ExitTrainer:
     @torch.no_grad()
     def losses(self, tokens: torch.Tensor) -> list[float]:
         """Mean cross entropy of windows i64[N,T] at every depth, in nats per token, no dropout."""
-        kept, every = torch.ones(len(tokens), self.layers), tuple(range(self.layers))
+        kept, every = torch.ones(len(tokens), 1, self.layers), tuple(range(self.layers))
         states = self._states(tokens[:, :-1], kept, every)
         return [float(self._cross_entropy(states[layer], tokens[:, 1:])) for layer in every]
 
@@ -163,8 +163,10 @@ class ExitTrainer:
     def _states(
         self, tokens: torch.Tensor, kept: torch.Tensor, layers: tuple[int, ...]
     ) -> dict[int, torch.Tensor]:
-        """Residual streams f32[N,T,H] after layers. kept: f32[N,L], 0 for dropped layers."""
+        """Residual streams f32[N,T,H] after layers. kept: f32[N,T,L], or f32[N,1,L] for all of a
+        window's tokens; 0 for dropped layers."""
         names = tuple(f"hidden.{layer}" for layer in layers)
+        kept = kept.expand(-1, tokens.shape[1], -1)
         inputs = {"tokens": tokens.to(self.device), "kept": kept.to(self.device)}
         made = self.net.outputs(self.body, names, inputs)
         return {layer: made[name] for layer, name in zip(layers, names, strict=True)}
@@ -175,7 +177,7 @@ class ExitTrainer:
 
 
 def with_dropout(step: Function) -> Function:
-    """The step with an input ``kept`` f[B,L] (0: the layer is dropped) and the residual stream
+    """The step with an input ``kept`` f[B,T,L] (0: the layer is dropped) and the residual stream
     after each layer as outputs ``hidden.0`` to ``hidden.L-1``."""
     fn = step.copy()
     fn.name = f"{step.name}.dropped"
@@ -185,13 +187,13 @@ def with_dropout(step: Function) -> Function:
     before = [markers[0], *blocks[:-1]]
     if markers[0] is blocks[0]:
         raise UnsupportedError(f"{step.name} has no graftwork.hidden marker before its first layer")
-    kept = fn.add_input("kept", TensorType(type_of(markers[0]).dtype, (Sym("B"), len(blocks))))
+    stream = type_of(markers[0])
+    kept = fn.add_input("kept", TensorType(stream.dtype, (*stream.dims[:2], len(blocks))))
     for index, (marker, earlier) in enumerate(zip(blocks, before, strict=True)):
         made = marker.all_input_nodes[0]
         with fn.graph.inserting_before(marker):
             change = fn.call(A.sub.Tensor, made, earlier)
-            share = fn.call(A.slice.Tensor, kept, 1, index, index + 1)
-            share = fn.call(A.unsqueeze.default, share, 2)
+            share = fn.call(A.slice.Tensor, kept, 2, index, index + 1)
             scaled = fn.call(A.mul.Tensor, change, share)
             mixed = fn.call(A.add.Tensor, earlier, scaled)
         marker.replace_input_with(made, mixed)

@@ -6,6 +6,7 @@ A budget only falls, so what a token left out no later one reads. Sources: Del C
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -79,17 +80,23 @@ class BudgetPolicy(DepthPolicy):
     def feed(self, step: StepFeed) -> Outputs:
         # The shallowest place of the batch: a deeper one would read rows that it has not.
         place = max(text.generated - 1 for text in self.texts if not text.done)
-        chosen = self.chosen(self.record.layers(place, self.total))
-        self.ran = sum(self.sizes[index] for index in chosen)
-        parts = (*(self.parts[index] for index in chosen), self.head)
+        places = chosen(self.sizes, self.record.layers(place, self.total))
+        self.ran = sum(self.sizes[index] for index in places)
+        parts = (*(self.parts[index] for index in places), self.head)
         return self.feeder.run_parts(parts, step, step.fetch)
 
-    def chosen(self, budget: int) -> list[int]:
-        """The segments that run, by their places."""
-        kept, left = [0], budget - self.sizes[0]
-        for index in range(len(self.parts) - 1, 0, -1):
-            if self.sizes[index] > left:
-                break
-            kept.append(index)
-            left -= self.sizes[index]
-        return sorted(kept)
+
+def chosen(sizes: Sequence[int], budget: int) -> list[int]:
+    """The segments that run within a budget of layers, by their places: the first, and as many of
+    the last as there is room for. sizes: layers of each.
+
+    >>> chosen([1, 1, 1, 1], 3)
+    [0, 2, 3]
+    """
+    kept, left = [0], budget - sizes[0]
+    for index in range(len(sizes) - 1, 0, -1):
+        if sizes[index] > left:
+            break
+        kept.append(index)
+        left -= sizes[index]
+    return sorted(kept)
