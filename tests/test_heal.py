@@ -107,3 +107,9 @@ def test_what_has_nothing_to_heal_is_refused(
     with pytest.raises(gw.GraftworkError, match=message):
         gw.heal(build(ARCHS["llama"]), recipe, TEXT, out=tmp_path / "m", steps=1)
     assert not (tmp_path / "m").exists()
+
+
+def test_a_file_of_few_bits_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "small.gguf").write_bytes(b"GGUF")
+    with pytest.raises(InputError, match="expected a checkpoint folder"):
+        gw.heal(tmp_path / "small.gguf", ONE, TEXT, out=tmp_path / "m", steps=1)

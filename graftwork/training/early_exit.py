@@ -114,6 +114,15 @@ def train_exits(
     return ExitsTrained(run.out, steps, before, after)
 
 
+def check_folder(model: Path) -> None:
+    """Errors: `InputError` for a file, whose weights cannot be trained."""
+    if not model.is_dir():
+        raise InputError(
+            f"{model}: expected a checkpoint folder as transformers writes it; weights of few "
+            f"bits, such as a .gguf's, cannot take small steps"
+        )
+
+
 class Training:
     """A run that trains a transformers model's weights. make: the trainer of its program and the
     names of its parameters. mark: what a resumed run must agree on."""
@@ -131,12 +140,15 @@ class Training:
         self.source: Path | None = None
         if isinstance(model, (str, Path)):
             self.source = plain_path("model", model)
+            check_folder(self.source)
             model = load_model(self.source)
         self.model: PreTrainedModel = model
         # The folder's program has its tokenizer.
         program = import_model(self.source or self.model, dtype=torch.float32)
         names = {name for name, _ in self.model.named_parameters()}
         self.trainer = make(program, names, torch.device(options.device))
+        if not self.trainer.net.trained:
+            raise InputError(f"{program.name}: none of its weights are floats that can be trained")
         self.mark = {**mark, "layers": self.trainer.layers, "program": program.name}
         train, kept = split(read_corpus(data, program))
         width = min(options.window, program.info.context - 1) + 1

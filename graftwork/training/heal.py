@@ -30,7 +30,7 @@ from ..ir.support.files import plain_path
 from ..model import trace
 from ..passes.depth.budget import DecayBudget, LinearBudget, chosen
 from ..recipe import Recipe
-from .early_exit import ExitOptions, Training
+from .early_exit import ExitOptions, Training, check_folder
 from .fit import FitState, Report
 from .layerskip import ExitTrainer, LayerSkip, Losses
 from .net import Net
@@ -115,6 +115,8 @@ def heal(
             f"expected one with {', '.join(HEALED)}"
         )
     chosen_options = ExitOptions(**options)
+    if isinstance(model, (str, Path)):
+        check_folder(plain_path("model", model))
     progress(FitState("trace", 0.0))
     kept, said, wanted = kept_layers(model, wanted)
 
