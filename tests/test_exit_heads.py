@@ -55,8 +55,11 @@ def at(executable: Executable, threshold: float) -> Any:
 @pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
 def test_untrained_heads_say_what_the_targets_own_says(backend: str) -> None:
     texts = []
-    for recipe in ("calm", "self_supervised_exits"):
-        executable = compile(model(recipe).program, Target(backend, "cpu"))
+    for recipe, *settings in (
+        ("calm", "depth_confident.measure=margin"),
+        ("self_supervised_exits",),
+    ):
+        executable = compile(model(recipe, *settings).program, Target(backend, "cpu"))
         made = generate(at(executable, 0.05), ALONE, return_dict_in_generate=True, **ASKED)
         assert made.stats.layers < 4
         texts.append((made.sequences.tolist(), made.stats.layers))

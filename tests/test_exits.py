@@ -29,7 +29,8 @@ PROMPTS = [[(7 * i + 3 * j) % 31 + 1 for j in range(4 + i % 3)] for i in range(4
 
 
 def model(recipe: str = "calm", *settings: str) -> Model:
-    chosen = Recipe.load(recipe).with_options(settings)
+    by = ("depth_confident.measure=margin",) if recipe == "calm" else ()
+    chosen = Recipe.load(recipe).with_options((*by, *settings))
     program, _ = run_passes(tiny_llama(4), chosen.steps)
     return Model(program, Target(threads=1), chosen.as_dict())
 
@@ -100,7 +101,7 @@ def sharp(*settings: str) -> Model:
     """Of four layers, of which all but the last are sure of what they say, and wrong."""
     start = tiny_llama(4)
     head = Weight.of("head", start.weights["head"].load() * 40)
-    chosen = Recipe.load("calm").with_options(settings)
+    chosen = Recipe.load("calm").with_options(["depth_confident.measure=margin", *settings])
     weights = WeightStore({**start.weights, "head": head})
     program, _ = run_passes(start.replace(weights=weights), chosen.steps)
     return Model(program, Target("eager", "cpu"), chosen.as_dict())

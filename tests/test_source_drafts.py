@@ -131,7 +131,10 @@ def test_texts_leave_early(name: str) -> None:
     given = sources(name, 2)
     for threshold, layers in ((1.0, None), (0.0, 1.0)):
         recipe = gw.Recipe.load("calm").with_options(
-            ["cut_depth.every=0", "cut_depth.exits=[1]", f"depth_confident.threshold={threshold}"]
+            [
+                *("cut_depth.every=0", "cut_depth.exits=[1]", "depth_confident.measure=margin"),
+                f"depth_confident.threshold={threshold}",
+            ]
         )
         fast = gw.optimize(deep, recipe, target="eager")
         out = fast.generate(**given, max_new_tokens=12, return_dict_in_generate=True)

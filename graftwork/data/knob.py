@@ -9,19 +9,30 @@ tolerated, or refuses and says what the least would cost.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from ..ir import InputError, PassError
 from ..passes.engine.evidence import TextSample
 from ..recipe import Recipe
 from ..report import Choice, Cost
 from .corpus import SAMPLE, read_corpus
-from .cost import cost_of
+from .cost import Predicting, cost_of
 from .prompts import Prompts
 
-if TYPE_CHECKING:
-    from ..model import Model
+
+class Decoding(Predicting, Protocol):
+    """What is timed: a model of a recipe that writes texts."""
+
+    @property
+    def recipe(self) -> Mapping[str, Any]: ...
+    @property
+    def target(self) -> object: ...
+    def forget(self) -> None: ...
+    def generate(self, input_ids: Sequence[Sequence[int]], /, **options: Any) -> Any: ...
+
+
+M = TypeVar("M", bound=Decoding)
 
 TOLERANCE = 0.05
 """How much perplexity may rise, as a share, unless a call says otherwise."""
@@ -37,12 +48,12 @@ SLOWER = 0.97
 
 def turned(
     recipe: Recipe,
-    make: Callable[[Recipe], Model],
-    plain: Model,
+    make: Callable[[Recipe], M],
+    plain: Decoding,
     text: Prompts | None,
     tolerance: float,
     progress: Callable[[str], None] = lambda stage: None,
-) -> tuple[Model, Choice]:
+) -> tuple[M, Choice]:
     """The model of the first value of the recipe's knob whose perplexity on a text, with its
     standard error, is at most 1 + tolerance of the model's. Values behind one that is good enough
     are taken to be so as well, so few are tried. Returns what was chosen, too.
@@ -53,7 +64,7 @@ def turned(
     knob = recipe.knob
     assert knob is not None
     low, high = 0, len(knob.values)
-    found: tuple[Model, Any, Cost] | None = None
+    found: tuple[M, Any, Cost] | None = None
     least: Cost | None = None
     while low < high:
         middle = (low + high) // 2
@@ -102,7 +113,7 @@ def check_tolerance(recipe: Recipe, tolerance: float | None) -> None:
         raise InputError(f"tolerance={tolerance!r}: expected a share above 0, such as 0.05")
 
 
-def check_pace(made: Model, plain: Model, *, strict: bool) -> float:
+def check_pace(made: Decoding, plain: Decoding, *, strict: bool) -> float:
     """See `pace_of`. Errors: `InputError` if strict, for a model that became slower."""
     speed = pace_of(made, plain)
     if strict and speed < SLOWER:
@@ -113,7 +124,7 @@ def check_pace(made: Model, plain: Model, *, strict: bool) -> float:
     return speed
 
 
-def pace_of(made: Model, plain: Model) -> float:
+def pace_of(made: Decoding, plain: Decoding) -> float:
     """Tokens a second of decoding over the model's own, in turns: the median of `ROUNDS`."""
     prompt = [token % made.program.info.vocab_size for token in range(1, PROMPT + 1)]
     if "tokenizer.json" in made.program.assets:
@@ -123,7 +134,7 @@ def pace_of(made: Model, plain: Model) -> float:
     asked = {"max_new_tokens": min(TOKENS, most), "do_sample": False, "eos_token_id": []}
     rates: list[float] = []
     for place in range(ROUNDS + 1):
-        pair = []
+        pair: list[float] = []
         for model in (made, plain):
             model.forget()
             said = model.generate([prompt], return_dict_in_generate=True, pad_token_id=0, **asked)
