@@ -62,7 +62,10 @@ RECIPES: dict[str, Any] = {
     "skipdecode": "skipdecode",
     "calm": {"extends": "calm", "passes": [{"depth_confident": {**LOW, "decay": 3.0}}]},
     "calm_copyspec": {"extends": "calm", "passes": ["draft_suffix", {"depth_confident": LOW}]},
-    "int8_calm": {"extends": "calm", "passes": [IN_INT8, {"depth_confident": LOW}]},
+    "int8_calm": {
+        "extends": "calm",
+        "passes": [IN_INT8, {"depth_confident": {**LOW, "measure": "margin"}}],
+    },
     "free": {
         "extends": "free",
         "passes": [{"depth_deferred": {"threshold": 0.005, "decay": 3.0, "tokens": 12}}],

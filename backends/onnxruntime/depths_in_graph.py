@@ -23,7 +23,8 @@ from .emit import DTYPES
 from .graph_builder import BOOL, F32, F64, I64, GraphBuilder
 from .steps_in_graph import Fed, Steps, Values, either, nothing
 
-SURE, BEST = "sure", ("argmax", "logits")
+SURE, BEST = "may_leave", ("argmax", "logits")
+"""Names of values in a graph: no output of a part is called so."""
 
 Form = Callable[[GraphBuilder, Any, Steps, Fed, Values], Values]
 """Runs a step by a record; all values after it."""

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from ..backends.target import Target
-from ..data.corpus import SAMPLE
 from ..frontends import kept_assets
 from ..frontends.generation import Known
 from ..ir import (
@@ -73,7 +72,8 @@ def program_key(model: object, recipe: Recipe, dtype: torch.dtype) -> str | None
     code = [Path(sys.modules[f"graftwork.{room}"].__file__ or "").parent for room in rooms]
     code.append(Path(__file__).parents[1])
     tools = sys.version_info[:3], versions_of(*PACKAGES), started()
-    sample = stamp_of(SAMPLE.stat()) if recipe.reads_bundled else None
+    text = Path(__file__).parents[1] / "data" / "sample.txt"
+    sample = stamp_of(text.stat()) if recipe.reads_bundled else None
     known = (str(source), files, used, str(dtype), sources_of(*code), tools, sample)
     return hashlib.sha256(repr(known).encode()).hexdigest()
 
