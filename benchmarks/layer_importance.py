@@ -26,7 +26,7 @@ from systems import text_parser
 import graftwork as gw
 from graftwork.ir import Program
 from graftwork.ir.support.tokenizer import read_tokenizer
-from graftwork.model import trace
+from graftwork.optimizing import trace
 from graftwork.passes.depth.importance import Part, cosines, loss, missed_least
 from graftwork.passes.depth.skip_layers import SkipLayers
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from .ir.support.errors import GraftworkError
     from .measuring.exit_thresholds import calibrate_exits
     from .measuring.tuning import tune
-    from .model import Model, load, optimize
+    from .model import Model, load
+    from .optimizing import optimize
     from .recipe import Recipe, recipes
     from .training import fit, heal, train_exits
 
@@ -51,7 +52,7 @@ _HOMES = {
     "fit": ".training",
     "heal": ".training",
     "load": ".model",
-    "optimize": ".model",
+    "optimize": ".optimizing",
     "recipes": ".recipe",
     "train_exits": ".training",
     "tune": ".measuring.tuning",

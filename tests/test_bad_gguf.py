@@ -101,6 +101,6 @@ def test_promises_that_nothing_keeps(
     path, texts = tmp_path / "tiny.gguf", tmp_path / "texts.txt"
     write(path, {"": "F16"}, **SIZES)
     texts.write_text("ab\ncd\nef\n")
-    monkeypatch.setattr("graftwork.model.optimize", None)
+    monkeypatch.setattr("graftwork.optimizing.optimize", None)
     error = failing("calibrate", str(path), "--data", str(texts), *words.split())
     assert isinstance(error, InputError) and message in str(error)

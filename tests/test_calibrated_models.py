@@ -13,7 +13,7 @@ import graftwork as gw
 from graftwork.cli import main
 from graftwork.data.calibration import TimeLeft
 from graftwork.ir import InputError, PassError
-from graftwork.model import trace
+from graftwork.optimizing import trace
 from graftwork.recipe import Recipe
 from graftwork.tracing import traced
 
@@ -82,7 +82,7 @@ def test_text_that_does_not_do_is_refused(data: Path) -> None:
     with pytest.raises(InputError, match=r"data: token id 32 is outside the vocabulary of 32"):
         gw.optimize("tiny", recipe(), target=CPU, data=[[1, 32, 3]])
     with pytest.raises(PassError, match="needs text to calibrate on"):
-        gw.model.trace("tiny", recipe(), target=CPU)
+        gw.optimizing.trace("tiny", recipe(), target=CPU)
 
 
 def test_the_command_line_takes_text_and_a_folder_to_work_in(data: Path, tmp_path: Path) -> None:

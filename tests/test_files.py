@@ -28,7 +28,7 @@ from graftwork.ir.support.files import (
     read_json,
     read_text,
 )
-from graftwork.model import transform
+from graftwork.optimizing import transform
 from graftwork.tracing.traced import Traced
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")

@@ -23,7 +23,8 @@ from graftwork.backends import Target
 from graftwork.frontends import import_model
 from graftwork.frontends.onnx import reader
 from graftwork.ir import InputError, Program, UnsupportedError
-from graftwork.model import Model, trace
+from graftwork.model import Model
+from graftwork.optimizing import trace
 from graftwork.passes.engine.manager import run_passes
 from graftwork.recipe import Recipe
 

@@ -14,7 +14,7 @@ from test_train_exits import TEXT
 import graftwork as gw
 from graftwork.cli.demo import demo_folder
 from graftwork.ir import InputError
-from graftwork.model import trace
+from graftwork.optimizing import trace
 from graftwork.recipe import Recipe
 from graftwork.training.heal import HealTrainer, kept_layers
 

@@ -14,7 +14,7 @@ import torch
 from archs import ARCHS, build
 
 import graftwork as gw
-from graftwork import model
+from graftwork import optimizing as model
 from graftwork.ir import GraftworkWarning
 from graftwork.recipe import Recipe
 from graftwork.tracing import kept_programs

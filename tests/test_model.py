@@ -10,7 +10,7 @@ import torch
 from tiny import cached_llama, tiny_llama
 
 import graftwork as gw
-from graftwork import model as front
+from graftwork import optimizing as front
 from graftwork.backends.target import Target
 from graftwork.data.prompts import as_ids, read_prompts, sample_prompts, validation_batch
 from graftwork.ir import InputError, Weight, WeightStore

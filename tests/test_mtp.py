@@ -16,7 +16,8 @@ from tiny import MASK, PROMPTS, tiny_llama
 import graftwork as gw
 from graftwork.frontends import import_part
 from graftwork.ir import InputError, PassError, run
-from graftwork.model import Model, trace
+from graftwork.model import Model
+from graftwork.optimizing import trace
 from graftwork.passes.drafting.draft_mtp import DraftMtp
 
 ASKED = {"attention_mask": MASK, "max_new_tokens": 16, "eos_token_id": [], "pad_token_id": 0}

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import graftwork as gw
 from graftwork.ir import InputError
-from graftwork.model import trace
+from graftwork.optimizing import trace
 from graftwork.recipe import Recipe
 from graftwork.tracing.traced import Traced
 from graftwork.training.layerskip import ExitTrainer, LayerSkip

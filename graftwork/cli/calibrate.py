@@ -38,7 +38,8 @@ def calibrate(
     from ..data.calibration import check_text
     from ..data.prompts import check_file as check_prompts
     from ..measuring.exit_thresholds import calibrate_exits, check_promise
-    from ..model import as_target, optimize
+    from ..model import as_target
+    from ..optimizing import optimize
     from .open_model import with_settings
 
     chosen = replace(with_settings(recipe, set_), knob=None)  # this is who turns it

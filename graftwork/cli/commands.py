@@ -138,7 +138,7 @@ def optimize(
     """Trace a model, run a recipe's passes over it, and save the result."""
     require((folder is None) == dry_run, "give either --out DIR or --dry-run")
     from ..artifact.saved import check_destination
-    from ..model import optimize as optimize_model
+    from ..optimizing import optimize as optimize_model
     from .open_model import with_settings
 
     if folder is not None:
@@ -173,7 +173,7 @@ def _measured(made: Model, source: str, show: Callable[[str], None]) -> None:
     """Say in the report what an approximate recipe costs, where that can be told."""
     from ..data.cost import cost_of, why_not
     from ..data.knob import pace_of
-    from ..model import optimize as optimize_model
+    from ..optimizing import optimize as optimize_model
 
     if made.report is None or made.report.contract != "approximate":
         return
@@ -287,7 +287,8 @@ def inspect(
 ) -> None:
     """Print a program: as traced, after a recipe, or after one of its passes."""
     from ..artifact.saved import is_saved
-    from ..model import load, trace
+    from ..model import load
+    from ..optimizing import trace
     from .open_model import with_settings
 
     require(after is None or recipe is not None, "--after needs --recipe")

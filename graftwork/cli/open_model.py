@@ -9,7 +9,8 @@ from pathlib import Path
 from ..artifact.saved import is_saved
 from ..backends.cached_library import SHARED, begin
 from ..ir import InputError, ModelInfo
-from ..model import Model, as_target, load, optimize
+from ..model import Model, as_target, load
+from ..optimizing import optimize
 from ..passes.engine.base import Effect
 from ..recipe import Recipe
 

@@ -50,7 +50,8 @@ def train(
     layers out, the layers that are left, and write a checkpoint."""
     from ..artifact.destinations import check_above
     from ..data.calibration import check_documents
-    from ..model import as_target, optimize
+    from ..model import as_target
+    from ..optimizing import optimize
     from ..training import FitState, fit
     from ..training.heal import heals
     from .open_model import with_settings

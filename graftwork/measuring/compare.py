@@ -17,7 +17,7 @@ from ..data.prompts import Prompts, check_file, check_seed, read_prompts
 from ..ir import InputError
 from ..ir.execution.executable import Executable
 from ..ir.support.scratch import Scratch
-from ..model import optimize, transform
+from ..optimizing import optimize, transform
 from ..recipe import Recipe
 from ..tracing.draft_models import check_paths
 from ..tracing.traced import Traced

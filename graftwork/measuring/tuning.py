@@ -31,7 +31,8 @@ from ..ir.execution.executable import Executable, Planned
 from ..ir.plan import FixedLength, KeepAll, StaticTree
 from ..ir.plan.inputs import ANCESTORS
 from ..ir.plan.shapes import expected
-from ..model import Model, as_target, load, optimize
+from ..model import Model, as_target, load
+from ..optimizing import optimize
 from ..recipe import Recipe, Use
 from ..runtime.asking.options import BEST
 from ..runtime.asking.request import read_request

@@ -27,7 +27,7 @@ from ..ir import InputError, Program
 from ..ir.execution.analysis import blocks_of
 from ..ir.plan import Prefilled
 from ..ir.support.files import plain_path
-from ..model import trace
+from ..optimizing import trace
 from ..passes.depth.budget import DecayBudget, LinearBudget, chosen
 from ..recipe import Recipe
 from .early_exit import ExitOptions, Training, check_folder

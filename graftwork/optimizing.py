@@ -1,0 +1,270 @@
+"""`optimize`: trace a model, run a recipe's passes, and measure what that costs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .backends import check_columns, check_kernels
+from .backends.target import Target
+from .data.calibration import (
+    calibrates,
+    check_data,
+    check_documents,
+    evidence_for,
+    evidence_of,
+)
+from .data.corpus import SAMPLE, read_corpus
+from .data.cost import cost_of, why_not
+from .data.knob import TOLERANCE, check_pace, check_tolerance, turned
+from .data.prompts import Prompts, check_seed, sample_prompts, validation_batch
+from .frontends.generation import Known, nobody
+from .ir import GraftworkWarning, InputError, Program
+from .ir.plan.contract import Contract
+from .ir.support.files import plain_path
+from .model import Model, as_target
+from .passes.engine.evidence import Evidence, WorkFolder
+from .passes.engine.manager import arrange, facts_of, run_passes
+from .passes.engine.validate import Validator
+from .recipe import Recipe
+from .report import Report, pass_lines, weight_bytes
+from .runtime.asking.options import check_defaults
+from .tracing.draft_models import check_paths, with_draft_models
+from .tracing.kept_programs import (
+    Making,
+    choice_key,
+    program_key,
+    read_choice,
+    read_program,
+    write_choice,
+    write_program,
+)
+from .tracing.traced import Source, Traced
+
+if TYPE_CHECKING:
+    pass
+
+
+def transform(
+    traced: Traced,
+    recipe: Recipe,
+    target: Target,
+    *,
+    prompts: torch.Tensor | None = None,
+    evidence: Evidence | None = None,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Model:
+    """Run a recipe's passes over a traced model. prompts: i64[B,T], to check contracts on.
+    evidence: calibration text."""
+    validator = None if prompts is None else Validator(prompts)
+    program = traced.program
+    check_defaults(program.info)
+    start = with_draft_models(program, recipe, target.dtype, progress, traced.model)
+    result, reports = run_passes(
+        start, recipe.steps, validator=validator, progress=progress, evidence=evidence
+    )
+    report = Report(
+        source=traced.source,
+        model_type=program.info.model_type,
+        recipe=recipe.name,
+        contract=recipe.contract,
+        target=str(target),
+        trace_seconds=traced.seconds,
+        weight_bytes_before=weight_bytes(program),
+        weight_bytes_after=weight_bytes(result),
+        passes=pass_lines(reports),
+        generates=str(program.info.defaults),
+    )
+    return _runnable(result, target, recipe, report)
+
+
+def _runnable(program: Program, target: Target, recipe: Recipe, report: Report) -> Model:
+    """A model of a program. Errors: for calls that the target does not support."""
+    check_kernels(program, target)
+    check_columns(program, target)
+    return Model(program, target, recipe.as_dict(), report)
+
+
+def optimize(
+    model: Source,
+    recipe: str | Path | Mapping[str, Any] | Recipe = "baseline",
+    *,
+    target: Target | str | None = None,
+    data: Prompts | None = None,
+    validate: bool = False,
+    seed: int = 0,
+    work: str | Path | None = None,
+    cost: bool | Prompts = False,
+    tolerance: float | None = None,
+    strict: bool = False,
+    progress: Callable[[str], None] = lambda stage: None,
+    known: Known = nobody,
+) -> Model:
+    """Trace a model, run a recipe's passes, and return a `Model`, which compiles on first use.
+
+    recipe: a name (`recipes()` lists them), a .yaml path, a dict or a `Recipe`. target:
+    ``backend[:device[:dtype]]``; default: torch:cuda:bfloat16 with a GPU, else
+    onnxruntime:cpu:float32. data: prompts for validation (texts, lists of token ids, or a .txt or
+    .jsonl path), or calibration text (also a folder, see `data.corpus.read_corpus`). validate: run
+    the program before and after every pass on prompts and check its contract. seed: of random
+    prompts, if there is no data. work: folder of intermediate results of calibration, from which a
+    killed run continues; delete it afterwards. cost: of an approximate recipe, report how far its
+    predictions are from the model's (see `report.Cost`), on a bundled text (True) or on texts as in
+    data; this runs the model itself, too. tolerance: of a recipe with a knob (such as calm or
+    unified_skipping), by which share perplexity may rise on data or the bundled text; default:
+    0.05. strict: refuse a recipe that decodes more slowly than the model, which runs both. known:
+    called with facts and files of a checkpoint before tracing; its exceptions are passed on.
+
+    Errors: `GraftworkError` naming the model, recipe, pass or option at fault and a remedy.
+    """
+    chosen, where = Recipe.load(recipe), as_target(target)
+    check_data(chosen, data, validate)
+    check_seed(seed)
+    check_paths(chosen)
+    learns = data is not None and calibrates(chosen, validate)
+    if work is not None and not learns:
+        raise InputError(
+            f"work= is given, but recipe {chosen.name!r} calibrates on no text; leave it out"
+        )
+    if work is not None:
+        WorkFolder(plain_path("work", work))
+    if not isinstance(cost, bool):
+        check_documents(cost)
+    check_tolerance(chosen, tolerance)
+    _remark(where)
+    text = data if learns else None
+    prompts = (lambda program: _validation_prompts(program, data, seed)) if validate else None
+
+    def made_by(recipe: Recipe) -> Model:
+        return _made(model, recipe, where, text, work, prompts, progress, known)
+
+    if chosen.knob is not None:
+        made = _turned(model, chosen, where, text, tolerance, made_by, progress)
+    else:
+        made = made_by(chosen)
+    measured = cost is not False and chosen.contract == Contract.APPROXIMATE.value
+    if measured or strict:
+        plain = optimize(model, target=where, progress=progress)
+        speed = check_pace(made, plain, strict=strict)
+        if measured:
+            found = cost_of(made, plain, None if isinstance(cost, bool) else cost, progress)
+            made.tell(found.model_copy(update={"speed": speed}))
+    return made
+
+
+def _turned(
+    model: Source,
+    recipe: Recipe,
+    target: Target,
+    text: Prompts | None,
+    tolerance: float | None,
+    make: Callable[[Recipe], Model],
+    progress: Callable[[str], None],
+) -> Model:
+    """A model of a recipe whose knob stands where the text allows; see `data.knob.turned`. Where
+    there is no text to measure on, it stands as the recipe has it, and the report says so."""
+    assert recipe.knob is not None
+    given = TOLERANCE if tolerance is None else tolerance
+    key = None if text is not None else choice_key(model, recipe, target, given)
+    if key is not None and (kept := read_choice(key)) is not None:
+        made = make(recipe.turned(kept.value))
+        made.tell(kept.cost, kept.note)
+        return made
+    plain = optimize(model, target=target, progress=progress)
+    if text is None and (reason := why_not(plain)):
+        made = make(replace(recipe, knob=None))
+        made.tell(note=f"{recipe.knob.option} was not measured: {reason}")
+        return made
+    made, choice = turned(recipe, make, plain, text, given, progress)
+    made.tell(choice.cost, choice.note)
+    if key is not None:
+        write_choice(key, choice)
+    return made
+
+
+def _made(
+    model: Source,
+    chosen: Recipe,
+    where: Target,
+    text: Prompts | None,
+    work: str | Path | None,
+    prompts: Callable[[Program], torch.Tensor] | None,
+    progress: Callable[[str], None],
+    known: Known,
+) -> Model:
+    """See `optimize`. text: to learn from. prompts: to check contracts on."""
+    progress("trace")
+    key = None if prompts or text is not None else program_key(model, chosen, where.dtype)
+    if key is not None and (kept := read_program(key, model, known)) is not None:
+        program, report = kept
+        changed = {"source": str(model), "recipe": chosen.name, "target": str(where)}
+        return _runnable(program, where, chosen, report.model_copy(update=changed))
+    if text is None and chosen.reads_bundled:
+        text = SAMPLE
+    making = Making()
+    traced = Traced.of(model, where.dtype, making.watching(known))
+    evidence = None
+    if text is not None:
+        evidence = evidence_of(read_corpus(text, traced.program), work, progress)
+    tried = prompts and prompts(traced.program)
+    made = transform(traced, chosen, where, prompts=tried, evidence=evidence, progress=progress)
+    if key is not None and made.report is not None:
+        write_program(key, model, made.program, made.report, making)
+    return made
+
+
+def trace(
+    model: Source,
+    recipe: Recipe | None = None,
+    *,
+    target: Target | str | None = None,
+    after: str | None = None,
+    data: Prompts | None = None,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Program:
+    """The program of a model as traced, or after a recipe's passes up to `after`. data: as in
+    `optimize`. Errors: as `optimize`, and `InputError` if the recipe has no pass `after`."""
+    progress("trace")
+    dtype = as_target(target).dtype
+    program = Traced.of(model, dtype).program
+    if recipe is None:
+        if data is not None:
+            raise InputError("data= is given, but no recipe that could calibrate on it")
+        return program
+    check_paths(recipe)
+    program = with_draft_models(program, recipe, dtype, progress, model)
+    if data is None and recipe.reads_bundled:
+        data = SAMPLE
+    names = [step.pass_.name for step in arrange(recipe.steps, facts_of(program))]
+    if after is not None and after not in names:
+        raise InputError(
+            f"recipe {recipe.name!r} has no pass {after!r}; in order, it has {', '.join(names)}"
+        )
+    evidence = None if data is None else evidence_for([recipe], program, data, progress=progress)
+    return run_passes(program, recipe.steps, progress=progress, after=after, evidence=evidence)[0]
+
+
+def _remark(target: Target) -> None:
+    """Warn if the device is missing; the model may be for another machine."""
+    try:
+        target.require_device()
+    except InputError as error:
+        warnings.warn(
+            f"{error}; or save the model, to run it where there is one",
+            GraftworkWarning,
+            stacklevel=3,
+        )
+
+
+def _validation_prompts(program: Program, data: Prompts | None, seed: int) -> torch.Tensor:
+    if data is None:
+        return sample_prompts(program.info, seed)
+    return validation_batch(data, program)
+
+
+__all__ = ["optimize", "trace", "transform"]
