@@ -177,7 +177,7 @@ def heads_said(folder: Path) -> Any:
     return texts_of(Model(drafting_llama(DraftMedusa(heads=2, weights=str(folder))), EAGER, {}))
 
 
-RECIPES = ("copyspec", "medusa", "int4", "snapkv", "skip_layers", "eagle2", "kv_int8", "calm")
+RECIPES = ("copyspec", "medusa", "int4", "snapkv", "skipdecode", "eagle2", "kv_int8", "calm")
 
 
 def recipe_damage(rng: random.Random, folder: Path) -> str:
