@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from safetensors.torch import load_file
 from test_train_exits import TEXT
 
 import graftwork as gw
+from graftwork.cli.commands import app
 from graftwork.cli.demo import demo_folder
+from graftwork.data.corpus import SAMPLE
 from graftwork.ir import InputError
 from graftwork.optimizing import trace
 from graftwork.recipe import Recipe
@@ -113,3 +116,15 @@ def test_a_file_of_few_bits_is_refused_before_it_is_read(tmp_path: Path) -> None
     (tmp_path / "small.gguf").write_bytes(b"GGUF")
     with pytest.raises(InputError, match="expected a checkpoint folder"):
         gw.heal(tmp_path / "small.gguf", ONE, TEXT, out=tmp_path / "m", steps=1)
+
+
+def test_the_command_names_the_layers_that_were_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = [str(demo_folder()), "--out", str(tmp_path / "m"), "--recipe", "skip_layers"]
+    told += ["--set", "skip_layers.count=1", "--data", str(SAMPLE), "--steps", "1"]
+    with pytest.raises(SystemExit) as end:
+        app(["train", *told, "--window", "32", "--batch", "1"])
+    assert end.value.code in (0, None)
+    said = capsys.readouterr().out
+    assert re.search(r"--set skip_layers.layers=\[\d\]", said) and "KL 0." in said

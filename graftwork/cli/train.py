@@ -107,7 +107,7 @@ def _heal(
         made = heal(model, recipe, data, out=folder, resume=resume, progress=update, **options)
     settings = " ".join(
         f"--set {use.name}.{option}={json.dumps(value)}"
-        for use in recipe.passes
+        for use in made.recipe.passes
         if use.name in HEALED
         for option, value in use.options.items()
     )
