@@ -112,6 +112,11 @@ class Knob:
         name, _, option = self.option.partition(".")
         return use.name == name and option in use.options
 
+    def is_moot(self, recipe: Recipe) -> bool:
+        """Whether other options leave it nothing to say."""
+        name, _, option = self.option.partition(".")
+        return any(use.name == name and option in use.build().moot for use in recipe.passes)
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -202,8 +207,9 @@ class Recipe:
         options = {**changed[place].options, option: parse_value(text, where)}
         changed[place] = replace(changed[place], options=options, where=where)
         changed[place].build()
-        decided = self.knob is not None and self.knob.option == f"{name}.{option}"
-        return replace(self, passes=tuple(changed), knob=None if decided else self.knob)
+        made, knob = replace(self, passes=tuple(changed)), self.knob
+        decided = knob and (knob.option == f"{name}.{option}" or knob.is_moot(made))
+        return replace(made, knob=None) if decided else made
 
     def turned(self, value: Any) -> Recipe:
         """The recipe with its knob at a value, and without it."""
@@ -324,7 +330,8 @@ class _Reader:
         """The document's knob, or the base's where no option given here decides."""
         if "knob" not in self.document.data:
             given = [self.use(entry, ()) for entry in self.document.data.get("passes", [])]
-            return None if base is None or any(map(base.is_in, given)) else base
+            decided = base and (any(map(base.is_in, given)) or base.is_moot(recipe))
+            return None if decided else base
         said = self.document.data["knob"]
         if not isinstance(said, Mapping) or len(said) != 1:
             raise self.error(("knob",), f"knob: expected pass.option: [values], got {said!r}")

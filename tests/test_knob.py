@@ -87,6 +87,11 @@ def test_who_sets_the_option_has_decided() -> None:
     other = {"extends": "calm", "passes": [{"depth_confident": {"tokens": 9}}]}
     assert Recipe.load(other).knob == Recipe.load("calm").knob is not None
     assert Recipe.load(Recipe.load("calm").as_dict()).knob == Recipe.load("calm").knob
+    # Layers that are named leave a number of layers nothing to say.
+    named = {"extends": "skip_layers", "passes": [{"skip_layers": {"layers": [1]}}]}
+    said = Recipe.load("skip_layers").with_options(["skip_layers.layers=[1]"])
+    assert Recipe.load(named).knob is None and said.knob is None
+    assert Recipe.load("skip_layers").with_options(["skip_layers.windows=2"]).knob is not None
 
 
 @pytest.mark.parametrize(

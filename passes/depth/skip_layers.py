@@ -105,8 +105,12 @@ class SkipLayers(LearningPass):
 
     @property
     def text(self) -> TextSample | None:
+        return self.sample if self.count and not self.moot else None
+
+    @property
+    def moot(self) -> frozenset[str]:
         named = self.layers or self.attention or self.mlp or self.speedup is not None
-        return self.sample if self.count and not named else None
+        return frozenset({"count"}) if named else frozenset()
 
     def learn(self, program: Program, evidence: Evidence) -> Outcome:
         windows = evidence.sampled(self.sample, program)

@@ -109,6 +109,11 @@ class Pass(BaseModel):
         return None
 
     @property
+    def moot(self) -> frozenset[str]:
+        """Options that say nothing as the others stand."""
+        return frozenset()
+
+    @property
     def models(self) -> tuple[str, ...]:
         """Paths of other models that must be guests of the program, canonical, when `run` is
         called; "" for one that the user has yet to name."""
