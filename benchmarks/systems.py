@@ -134,7 +134,11 @@ def optimized(
     folder: Path, recipe: Any, target: str, threads: int, data: Path | None = None
 ) -> System:
     """One of our recipes on one target, as what continues prompts."""
-    model = optimized_model(folder, recipe, target, threads, data)
+    return running(optimized_model(folder, recipe, target, threads, data))
+
+
+def running(model: gw.Model) -> System:
+    """A model as what continues prompts."""
 
     def run(prompts: Batch, count: int) -> Result:
         ids, mask = padded(prompts)
@@ -159,13 +163,17 @@ def optimized(
     return run
 
 
-def read_prompts(path: Path | None, count: int, length: int, vocab: int) -> list[list[int]]:
-    """Prompts from a file, cut to `length` tokens, or random ones."""
+def read_prompts(
+    path: Path | None, count: int, length: int, vocab: int, name: str = ""
+) -> list[list[int]]:
+    """Prompts from a file, cut to `length` tokens, or random ones. A line has ``ids``, or those of
+    a model under its name."""
     if path is None:
         generator = torch.Generator().manual_seed(0)
         return torch.randint(1, vocab, (count, length), generator=generator).tolist()
     lines = path.read_text().splitlines()[:count]
-    return [json.loads(line)["ids"][:length] for line in lines]
+    rows = [json.loads(line) for line in lines]
+    return [(row["ids"] if "ids" in row else row[name])[:length] for row in rows]
 
 
 def settle() -> None:
