@@ -60,6 +60,8 @@ ASKED = ("a corpus file", "a draft model", "a smaller model", "several processes
 """What recipes cannot do without."""
 LIMIT = 1800
 """Seconds of a cell."""
+LEAST = 1e-4
+"""Nats a token where the picture ends."""
 
 
 def documents(path: Path, model: gw.Model, most: int) -> list[list[int]]:
@@ -181,7 +183,7 @@ def rounded(value: Any) -> Any:
 
 
 def markdown(rows: list[dict[str, Any]], labels: list[str]) -> str:
-    """A table a model."""
+    """A table a model, by family."""
     parts = []
     for model in dict.fromkeys(row["model"] for row in rows):
         head = [
@@ -195,7 +197,8 @@ def markdown(rows: list[dict[str, Any]], labels: list[str]) -> str:
         ]
         head += ["speed", "prompt", *(f"{label}: KL, ratio, top-1" for label in labels)]
         lines = [f"### {model}", "", f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-        for row in (r for r in rows if r["model"] == model):
+        own = [row for row in rows if row["model"] == model]
+        for row in sorted(own, key=lambda r: (FAMILIES.index(family(r["recipe"])), r["recipe"])):
             if "none" in row:
                 cells = [f"`{row['recipe']}`", row["contract"], row["none"][:200]]
                 cells += [""] * (len(head) - len(cells))
@@ -218,29 +221,77 @@ def markdown(rows: list[dict[str, Any]], labels: list[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+FAMILIES = ("bits", "cache", "drafts", "layers", "others")
+
+
+def family(name: str) -> str:
+    """What a recipe does, by what its passes do that are not `baseline`'s."""
+    plain = {step.pass_.name for step in Recipe.load("baseline").steps}
+    own = [s.pass_ for s in Recipe.load(name).steps if s.pass_.name not in plain]
+    effects = {effect for each in own for effect in each.effects}
+    told = (
+        any(each.name.startswith("draft_") or "drafts" in each.provides for each in own),
+        Effect.WEIGHT_NUMERICS in effects,
+        bool(effects & {Effect.CACHE_CONTENTS, Effect.CACHE_LAYOUT}),
+        bool(effects & {Effect.SEGMENTS, Effect.LAYER_SET}),
+    )
+    kinds = ("drafts", "bits", "cache", "layers")
+    return next((kind for kind, holds in zip(kinds, told, strict=True) if holds), "others")
+
+
 def draw(rows: list[dict[str, Any]], labels: list[str], path: Path) -> None:
-    """A panel a model: speed over plain, and what it costs the first text."""
+    """A row a recipe, by family: speed over plain, and what it costs each text. A model has a
+    colour; a hollow dot is a recipe whose heads are untrained, a triangle one that keeps the text.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = list(dict.fromkeys(row["model"] for row in rows))
-    figure, axes = plt.subplots(1, len(names), figsize=(8 * len(names), 9), squeeze=False)
-    for axis, name in zip(axes[0], names, strict=True):
-        for row in rows:
-            if row["model"] != name or "none" in row:
-                continue
-            exact = row["contract"] != "approximate"
-            spot = (row["speed"], 1e-5 if exact else max(row[labels[0]]["divergence"], 1e-5))
-            axis.scatter(*spot, color="tab:green" if exact else "tab:orange", s=14)
-            axis.annotate(
-                row["recipe"], spot, fontsize=6, xytext=(2, 2), textcoords="offset points"
-            )
-        axis.axvline(1, color="grey", linewidth=0.6)
-        axis.set(title=name, xlabel="speed over plain decoding", ylabel=f"KL on {labels[0]}, nats")
-        axis.set(xscale="log", yscale="log")
+    shown = [row for row in rows if "none" not in row and row["recipe"] != "baseline"]
+    names = sorted({row["recipe"] for row in shown}, key=lambda n: (FAMILIES.index(family(n)), n))
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure, axes = plt.subplots(
+        1, 1 + len(labels), figsize=(4 + 3 * len(labels), 1 + 0.17 * len(names)), sharey=True
+    )
+    for row in shown:
+        place, color = names.index(row["recipe"]), f"C{models.index(row['model'])}"
+        filled = "none" if row["untrained"] else color
+        axes[0].scatter(row["speed"], place, s=16, edgecolors=color, facecolors=filled)
+        for axis, label in zip(axes[1:], labels, strict=True):
+            cost = row.get(label)
+            mark = "<" if cost is None else "o"
+            spot = LEAST if cost is None else max(cost["divergence"], LEAST)
+            axis.scatter(spot, place, s=16, marker=mark, edgecolors=color, facecolors=filled)
+    for axis, label in zip(axes, ["speed over plain", *labels], strict=True):
+        costs = axis is not axes[0]
+        axis.set(xscale="log", xlabel=f"KL on {label}, nats a token" if costs else label)
         axis.grid(visible=True, linewidth=0.3)
+        for place in range(1, len(names)):
+            if family(names[place]) != family(names[place - 1]):
+                axis.axhline(place - 0.5, color="black", linewidth=0.8)
+    axes[0].axvline(1, color="grey", linewidth=1)
+    ticks = [0.25, 0.5, 1, 2, 4]
+    axes[0].set_xticks(ticks, map(str, ticks))
+    axes[0].minorticks_off()
+    axes[0].set_yticks(range(len(names)), names, fontsize=8)
+    axes[0].set_ylim(len(names) - 0.5, -0.5)
+    kinds = [family(name) for name in names]
+    for kind in dict.fromkeys(kinds):
+        middle = kinds.index(kind) + (kinds.count(kind) - 1) / 2
+        axes[-1].annotate(
+            kind,
+            (1.02, middle),
+            xycoords=("axes fraction", "data"),
+            rotation=90,
+            va="center",
+            fontsize=8,
+            annotation_clip=False,
+        )
+    for index, model in enumerate(models):
+        axes[0].scatter([], [], color=f"C{index}", label=model)
+    figure.legend(loc="upper right", ncols=len(models), fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.3 / figure.get_figheight()))
     figure.savefig(path)
     print(f"drawn: {path}")
 
