@@ -40,11 +40,14 @@ PLACES = {
     ),
     **{name: op.declared.names[: -len(zero_of(op)) or None] for name, op in OWN_OPS.items()},
 }
-F32, U8 = oir.DataType.FLOAT, oir.DataType.UINT8
+F32, U8, I64 = oir.DataType.FLOAT, oir.DataType.UINT8, oir.DataType.INT64
 OUTPUTS = {
     "CachedAttention": [F32, F32, F32],
     "CachedQuantizedAttention": [F32, U8, U8, F32, F32],
-    **{name: [F32] * len(op.declared.results) for name, op in OWN_OPS.items()},
+    **{
+        name: [{"i64": I64, "u8": U8}.get(said.split()[0], F32) for said in op.declared.results]
+        for name, op in OWN_OPS.items()
+    },
     "LinearAttentionStepInt8": [F32, oir.DataType.INT8, F32, F32, F32, F32],
 }
 SIZES: dict[str, dict[str, Any]] = {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "door.h"
+#include "gangs.h"
 #include "grouped_rows.h"
 #include "query_rows.h"
 #include "stored_rows.h"
@@ -85,17 +86,6 @@ struct AttendGrouped {
     Number softcap;
 };
 
-// `graftwork.attend_rows`: q [B,H,T,D], k [B,G,C,D], v [B,G,C,E], rows [B,R,T,K] and, unless it is
-// null, sinks [H]; out [B,H,T,E]. A softcap of 0 is none.
-struct Picked {
-    const float *q, *k, *v;
-    const int64_t* rows;
-    const float* sinks;
-    float* out;
-    int64_t B, H, G, R, T, C, D, E, K;
-    Number scale, softcap;
-};
-
 // `graftwork.quantize_rows`: x [B,G,T,D] as codes and steps.
 struct Rounded {
     const float* x;
@@ -104,31 +94,15 @@ struct Rounded {
     int64_t B, G, T, D, bits, turned;
 };
 
-// Query rows of every group in parts: `attend(group, first, last)`.
-template <class Attend>
-void in_parts(const Team& team, int64_t groups, int64_t rows, int64_t bytes, const Attend& attend) {
-    if (groups * rows == 0) return;
-    const int64_t gangs = (rows + TOGETHER - 1) / TOGETHER;
-    // Every thread is to have some, though its keys are then read more often.
-    const int64_t parts = std::min(rows, std::max(gangs, (team.threads() + groups - 1) / groups));
-    team.each(groups * parts, bytes, [&](int64_t part) {
-        const int64_t at = part % parts;
-        attend(part / parts, rows * at / parts, rows * (at + 1) / parts);
-    });
-}
-
-// Calls `make` for each query row from first to last, and gives them to `attend_rows` in gangs.
-// turned: results are of values that a Hadamard matrix has turned.
+// The results of query rows from first to last, that `make` makes. turned: they are of values that a
+// Hadamard matrix has turned.
 template <class Make>
-void in_gangs(const Attention& of, bool turned, int64_t first, int64_t last, const Make& make) {
-    Query queries[TOGETHER];
-    for (; first < last; first += TOGETHER) {
-        const int64_t count = std::min(TOGETHER, last - first);
-        for (int64_t i = 0; i < count; i++) queries[i] = make(first + i, i);
+void attend_all(const Attention& of, bool turned, int64_t first, int64_t last, const Make& make) {
+    in_gangs(first, last, make, [&](int64_t, const Query* queries, int64_t count) {
         attend_rows(of, queries, count);
         for (int64_t i = 0; turned && i < count; i++)
             turn_by_hadamard(queries[i].out, of.values.width);
-    }
+    });
 }
 
 // Bytes of a row of so many numbers.
@@ -271,19 +245,13 @@ void attend_masked(const Masked& of, const Team& team, const Caches& caches) {
         const auto make = [&](int64_t row, int64_t i) {
             const int64_t place = group * rows + row;
             const uint8_t* const mask = of.mask + (group / of.G * of.T + row % of.T) * of.C;
-            const uint8_t* const begin = std::find_if(mask, mask + of.C, [](auto m) { return m; });
-            Query query = {};
-            query.values = of.q + place * of.D;
+            Query query = marked(of.q + place * of.D, mask, of.C);
             if (of.turned_keys) {
                 float* const turned = space.data() + i * of.D;
                 std::copy(query.values, query.values + of.D, turned);
                 turn_by_hadamard(turned, of.D);
                 query.values = turned;
             }
-            query.first = query.open = begin - mask;
-            query.end = of.C;
-            query.marks = begin;
-            while (query.end > query.open && !mask[query.end - 1]) query.end--;
             query.bias = of.bias ? of.bias + place * of.C : nullptr;
             query.sink = of.sinks ? of.sinks + group % of.G * each + row / of.T : nullptr;
             query.out = of.out + place * of.E;
@@ -292,7 +260,7 @@ void attend_masked(const Masked& of, const Team& team, const Caches& caches) {
         };
         caches(group, [&](const Rows& keys, const Rows& values) {
             const Attention shared = {keys, values, of.C, of.scale, of.softcap};
-            in_gangs(shared, of.turned_values, first, last, make);
+            attend_all(shared, of.turned_values, first, last, make);
         });
     });
 }
@@ -385,49 +353,15 @@ KERNEL(attend_grouped, AttendGrouped) {
 
 KERNEL(quantize_rows, Rounded) {
     const Stored stored = {given.bits, given.turned != 0};
+    want(given.bits == 4 || given.bits == 8, "bits must be 4 or 8");
+    want(given.D >= 2 && given.D % 2 == 0, "rows must be of an even width");
+    want(!stored.turned || (given.D & (given.D - 1)) == 0, "turned rows must be a power of two");
     std::vector<float> row(given.D);
     for (int64_t i = 0; i < given.B * given.G * given.T; i++) {
         std::copy(given.x + i * given.D, given.x + (i + 1) * given.D, row.data());
         uint8_t* const codes = given.codes + i * row_bytes(stored, given.D);
         put(stored, row.data(), given.D, codes, given.steps + i * 2);
     }
-}
-
-KERNEL(attend_rows, Picked) {
-    const Picked& of = given;
-    const int64_t each = of.H / of.R, bytes = of.K * (of.D + of.E) * int64_t(sizeof(float));
-    const Stored floats = {32, false};
-    for (int64_t i = 0; i < of.B * of.R * of.T * of.K; i++)
-        if (of.rows[i] != -1) check_index(of.rows[i], of.C);
-    team.each(of.B * of.R * of.T, bytes, [&](int64_t place) {
-        // The rows of a token side by side, as a cache of its own.
-        static thread_local std::vector<float> keys, values;
-        keys.resize(of.K * of.D);
-        values.resize(of.K * of.E);
-        const int64_t picks = place / of.T, group = picks / (of.R / of.G), t = place % of.T;
-        int64_t count = 0;
-        for (int64_t i = 0; i < of.K; i++) {
-            const int64_t row = of.rows[place * of.K + i];
-            if (row == -1) continue;
-            const float* const key = of.k + (group * of.C + row) * of.D;
-            const float* const value = of.v + (group * of.C + row) * of.E;
-            std::copy(key, key + of.D, keys.data() + count * of.D);
-            std::copy(value, value + of.E, values.data() + count * of.E);
-            count++;
-        }
-        const Attention own = {rows_of(floats, keys.data(), nullptr, 0, count, of.D),
-                               rows_of(floats, values.data(), nullptr, 0, count, of.E),
-                               count, of.scale, of.softcap};
-        in_gangs(own, false, 0, each, [&](int64_t head, int64_t) {
-            const int64_t at = (picks * each + head) * of.T + t;
-            Query query = {};
-            query.values = of.q + at * of.D;
-            query.open = query.end = count;
-            query.sink = of.sinks ? of.sinks + picks % of.R * each + head : nullptr;
-            query.out = of.out + at * of.E;
-            return query;
-        });
-    });
 }
 
 void graftwork::attend(const Cached& of, const Team& team) {
@@ -448,7 +382,7 @@ void graftwork::attend(const Cached& of, const Team& team) {
         const Attention shared = {rows_of(of.stored, of.keys, of.key_steps, group, of.C, of.D),
                                   rows_of(of.stored, of.values, of.value_steps, group, of.C, of.E),
                                   of.C, of.scale, of.softcap};
-        in_gangs(shared, of.stored.turned, first, last, [&](int64_t row, int64_t i) {
+        attend_all(shared, of.stored.turned, first, last, [&](int64_t row, int64_t i) {
             const int64_t t = row % of.T, head = group % of.G * each + row / of.T;
             const float* const values = of.query + (b * of.T + t) * of.query_step + head * of.D;
             float* const turned = space.data() + i * of.D;

@@ -133,6 +133,19 @@ inline Lanes add_product(Lanes a, Lanes b, Lanes c) {
 #endif
 }
 
+// A bit for each lane that is not zero.
+inline uint64_t bits_of(Whole lanes) {
+#if defined(WIDE_DOT_PRODUCTS)
+    return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes);
+#elif defined(__AVX2__)
+    return _mm256_movemask_ps((__m256)(lanes != 0));
+#else
+    uint64_t bits = 0;
+    for (int lane = 0; lane < LANES; lane++) bits |= uint64_t(lanes[lane] != 0) << lane;
+    return bits;
+#endif
+}
+
 // Halves are rounded to even, as long as |x| < 2^22.
 template <class V>
 V rounded(V x) {

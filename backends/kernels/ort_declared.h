@@ -5,7 +5,7 @@
 //
 //   operand NAME ELEMENT OPTIONAL     result ELEMENT AXES     like ELEMENT PLACE
 //   fit PLACE AXES                    multiple H G            least C             less P N AMOUNT
-//   size B                            number scale            whole bits
+//   made W chunks*chunk+1             size B                  number scale        whole bits
 
 #pragma once
 
@@ -28,11 +28,12 @@ struct Declared {
         std::string axes;
         int like;  // an operand whose shape it has, or -1
     };
-    // fit: an operand and its axes. less: axes[0] is that much less than axes[1].
+    // fit: an operand and its axes. less: axes[0] is that much less than axes[1]. made: axes[0] is what
+    // a sum of products of sizes, options and numbers says, over a number.
     struct Rule {
-        enum { FIT, MULTIPLE, LEAST, LESS } kind;
+        enum { FIT, MULTIPLE, LEAST, LESS, MADE } kind;
         int number;
-        std::string axes;
+        std::string axes, sum = {};
     };
     struct Option {
         std::string name;
@@ -72,6 +73,8 @@ struct Declared {
             rules.push_back({Rule::LEAST, 0, a});
         else if (kind == "less" && words >> a >> b >> number)
             rules.push_back({Rule::LESS, number, a + b});
+        else if (kind == "made" && words >> a >> b)
+            rules.push_back({Rule::MADE, 0, a, b});
         else if (kind == "size" && words >> a)
             sizes += a;
         else if ((kind == "number" || kind == "whole") && words >> a)
@@ -112,10 +115,31 @@ struct DeclaredNode {
 
     static std::string text(char axis) { return std::string(1, axis); }
 
+    int64_t value(const std::string& said, Sizes& sizes) const {
+        const size_t over = said.find('/');
+        int64_t total = 0;
+        std::istringstream terms(said.substr(0, over));
+        for (std::string term; std::getline(terms, term, '+');) {
+            int64_t product = 1;
+            std::istringstream factors(term);
+            for (std::string factor; std::getline(factors, factor, '*');)
+                product *= named(factor, sizes);
+            total += product;
+        }
+        return over == std::string::npos ? total : total / std::stoll(said.substr(over + 1));
+    }
+    int64_t named(const std::string& factor, Sizes& sizes) const {
+        if (std::isupper(factor[0])) return sizes[factor[0]];
+        for (size_t i = 0; i < of.options.size(); i++)
+            if (of.options[i].name == factor) return whole[i];
+        return std::stoll(factor);
+    }
+
     void check(const Declared::Rule& rule, const std::vector<ort::Tensor>& given, Sizes& sizes) const {
         const std::string& axes = rule.axes;
         int64_t &first = sizes[axes[0]], &second = sizes[axes[1]];
         if (rule.kind == Declared::Rule::LESS) first = second - rule.number;
+        if (rule.kind == Declared::Rule::MADE) first = std::max<int64_t>(0, value(rule.sum, sizes));
         if (rule.kind == Declared::Rule::LEAST && first < 1)
             throw std::invalid_argument(text(axes[0]) + " must be at least 1");
         if (rule.kind == Declared::Rule::MULTIPLE && (second < 1 || first % second != 0))

@@ -159,6 +159,7 @@ struct Lying {
     template <class Kind>
     Rows from(const Rows& rows, int64_t first, int64_t count) {
         const float* const steps = rows.steps ? rows.steps + 2 * first : nullptr;
+        if (rows.places) return {rows.data, nullptr, rows.width, 32, nullptr, rows.places + first};
         if (!rows.source) return {row_of<Kind>(rows, first), steps, rows.width, rows.bits};
         space.resize(count * rows.width);
         rows.source->read(first, count, space.data());
@@ -174,25 +175,17 @@ int64_t near_rows(const Rows& rows) {
     return std::max<int64_t>(1, NEAR_BYTES / wide);
 }
 
-// See `attend_rows`.
+// See `score_rows`.
 template <class Kind>
-void attend_kind(const Attention& of, const Query* queries, int64_t count) {
-    static thread_local std::vector<float> space;
+void score_kind(
+    const Attention& of, const Query* queries, int64_t count, const Span& span, float* scores,
+    int64_t stride) {
     static thread_local Lying lying;
-    int64_t begin = of.rows, end = 0;
-    float sums[TOGETHER] = {}, added[TOGETHER] = {}, totals[TOGETHER];
-    const Rows &keys = of.keys, &values = of.values;
-    for (int64_t row = 0; row < count; row++) {
-        const bool open = queries[row].first < queries[row].open;
-        begin = std::min(begin, open ? queries[row].first : queries[row].open);
-        end = std::max(end, queries[row].end);
-        if (keys.steps) sums[row] = sum_of(queries[row].values, keys.width);
-    }
-    begin = begin / LANES * LANES;  // a row's place decides the lane that it is added up in
-    const int64_t rows = std::max<int64_t>(0, end - begin);
-    const int64_t stride = (rows + LANES - 1) / LANES * LANES;
-    space.resize(count * stride);
-    float* const weights = space.data();
+    const Rows& keys = of.keys;
+    const int64_t begin = span.begin, end = span.end, rows = span.rows();
+    float sums[TOGETHER] = {};
+    for (int64_t row = 0; keys.steps && row < count; row++)
+        sums[row] = sum_of(queries[row].values, keys.width);
     const auto finish = [&](int64_t row, int64_t c, Lanes score) {
         const Query& query = queries[row];
         score *= of.scale;
@@ -200,35 +193,50 @@ void attend_kind(const Attention& of, const Query* queries, int64_t count) {
             score = of.softcap - 2 * of.softcap / (exponential(score * (2 / of.softcap)) + 1);
         if (query.bias) score += load<Lanes>(query.bias + c, std::min<int64_t>(LANES, of.rows - c));
         if (query.slope) score += query.slope->slope * distances(*query.slope, c);
-        store(weights + row * stride + c - begin, seen(query, c, score));
+        store(scores + row * stride + c - begin, seen(query, c, score));
     };
     const auto score_keys = [&](const Rows& own, int64_t from, int64_t c) {
         const int64_t last = of.rows - 1 - from;
         Lanes times = {}, plus = {};
         if (own.steps) steps_of(own, c - from, last, times, plus);
         by_rows(count, [&](auto rows_at_once, int64_t first) {
-            Lanes scores[rows_at_once.value];
-            products<Kind>(queries + first, own, c - from, last, scores);
+            Lanes products_of[rows_at_once.value];
+            products<Kind>(queries + first, own, c - from, last, products_of);
             for (int row = 0; row < rows_at_once.value; row++) {
-                Lanes score = scores[row];
+                Lanes score = products_of[row];
                 if (own.steps) score = fused(score, times, plus * sums[first + row]);
                 finish(first + row, c, score);
             }
         });
     };
-    // A multiple of LANES, and so blocks end where parts of LANES do.
-    const int64_t some = keys.source ? (near_rows<Kind>(keys) + LANES - 1) / LANES * LANES : rows;
-    if (keys.source && keys.source->multiply(queries, count, begin, rows, weights, stride)) {
+    if (keys.source && keys.source->multiply(queries, count, begin, rows, scores, stride)) {
         for (int64_t row = 0; row < count; row++)
             for (int64_t c = begin; c < end; c += LANES)
-                finish(row, c, load<Lanes>(weights + row * stride + c - begin));
-    } else {
-        for (int64_t from = begin; from < end; from += some) {
-            const int64_t until = std::min(end, from + some);
-            const Rows own = lying.from<Kind>(keys, from, std::min(of.rows, from + some) - from);
-            for (int64_t c = from; c < until; c += LANES) score_keys(own, from, c);
-        }
+                finish(row, c, load<Lanes>(scores + row * stride + c - begin));
+        return;
     }
+    // A multiple of LANES, and so blocks end where parts of LANES do.
+    const int64_t some = keys.source ? (near_rows<Kind>(keys) + LANES - 1) / LANES * LANES : rows;
+    for (int64_t from = begin; from < end; from += some) {
+        const int64_t until = std::min(end, from + some);
+        const Rows own = lying.from<Kind>(keys, from, std::min(of.rows, from + some) - from);
+        for (int64_t c = from; c < until; c += LANES) score_keys(own, from, c);
+    }
+}
+
+// See `attend_rows`.
+template <class Kind>
+void attend_kind(const Attention& of, const Query* queries, int64_t count) {
+    static thread_local std::vector<float> space;
+    static thread_local Lying lying;
+    float added[TOGETHER] = {}, totals[TOGETHER];
+    const Rows& values = of.values;
+    const Span span = span_of(of, queries, count);
+    const int64_t begin = span.begin, rows = span.rows();
+    const int64_t stride = (rows + LANES - 1) / LANES * LANES;
+    space.resize(count * stride);
+    float* const weights = space.data();
+    score_kind<Kind>(of, queries, count, span, weights, stride);
     for (int64_t row = 0; row < count; row++) {
         const Query& query = queries[row];
         totals[row] = soften(weights + row * stride, stride, query.sink, query.weight);
@@ -261,8 +269,36 @@ void attend_kind(const Attention& of, const Query* queries, int64_t count) {
 
 }  // namespace
 
+Span graftwork::span_of(const Attention& of, const Query* queries, int64_t count) {
+    Span span = {of.rows, 0};
+    for (int64_t row = 0; row < count; row++) {
+        const bool open = queries[row].first < queries[row].open;
+        span.begin = std::min(span.begin, open ? queries[row].first : queries[row].open);
+        span.end = std::max(span.end, queries[row].end);
+    }
+    span.begin = span.begin / LANES * LANES;  // a row's place decides the lane that it is added up in
+    return span;
+}
+
+void graftwork::score_rows(
+    const Attention& of, const Query* queries, int64_t count, const Span& span, float* scores,
+    int64_t stride) {
+    if (of.keys.bits == 4) return score_kind<Halves>(of, queries, count, span, scores, stride);
+    if (of.keys.bits == 8) return score_kind<Bytes>(of, queries, count, span, scores, stride);
+    score_kind<Floats>(of, queries, count, span, scores, stride);
+}
+
+float graftwork::log_sum(const float* scores, int64_t count) {
+    static thread_local std::vector<float> space;
+    space.assign(scores, scores + count);
+    float found = -INFINITY;
+    soften(space.data(), count, nullptr, &found);
+    return found;
+}
+
 void graftwork::attend_rows(const Attention& of, const Query* queries, int64_t count) {
     if (of.keys.bits == 4) return attend_kind<Halves>(of, queries, count);
     if (of.keys.bits == 8) return attend_kind<Bytes>(of, queries, count);
+    if (of.keys.places) return attend_kind<Scattered>(of, queries, count);
     attend_kind<Floats>(of, queries, count);
 }

@@ -35,12 +35,14 @@ protected:
 
 // Rows of a cache [C, width], as floats or as whole numbers of 4 or 8 bits without a sign. A row's
 // numbers are `steps`' first number times these, plus its second one. Of 4 bits, the first half of a
-// row's numbers are the lower halves of its bytes. Or floats that a source makes.
+// row's numbers are the lower halves of its bytes. Or floats that a source makes, or of which those at
+// `places` are the rows.
 struct Rows {
     const void* data;
     const float* steps;  // [C, 2], or null for floats
     int64_t width, bits;  // 32: floats
     const Source* source = nullptr;
+    const int64_t* places = nullptr;
 };
 
 // What all rows of an attention have in common.
@@ -72,6 +74,24 @@ struct Query {
     float* out;               // as wide as values
     float* weight;            // the logarithm of the sum of its scores' exponentials, or null
 };
+
+// Rows of a cache from `begin`, a multiple of the lanes of a vector, up to `end`.
+struct Span {
+    int64_t begin, end;
+    int64_t rows() const { return end > begin ? end - begin : 0; }
+};
+
+// The rows that some query sees.
+Span span_of(const Attention& of, const Query* queries, int64_t count);
+
+// Scores [count, stride] of a span's rows for up to TOGETHER queries, filled up to whole vectors; those
+// of rows that a query does not see are -infinity.
+void score_rows(
+    const Attention& of, const Query* queries, int64_t count, const Span& span, float* scores,
+    int64_t stride);
+
+// The logarithm of the sum of scores' exponentials; of whole vectors.
+float log_sum(const float* scores, int64_t count);
 
 // The results of up to TOGETHER rows.
 void attend_rows(const Attention& of, const Query* queries, int64_t count);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "lanes.h"
 #include "query_rows.h"
@@ -63,6 +64,11 @@ struct Halves {
     }
     static Lanes some(const uint8_t* row, int64_t width, int64_t d, int64_t count) {
         const int64_t half = width / 2;
+        if (width == 8) {  // a label: its numbers as bytes, in order
+            const uint32_t codes = load<uint32_t>(row);
+            const uint64_t bytes = (codes & 0x0f0f0f0f) | uint64_t(codes >> 4 & 0x0f0f0f0f) << 32;
+            return Bytes::floats(load<Marks>(reinterpret_cast<const uint8_t*>(&bytes), 8));
+        }
         Lanes found = {};
         for (int64_t lane = 0; lane < count; lane++)
             found[lane] = d + lane < half ? row[d + lane] & 15 : row[d + lane - half] >> 4;
@@ -70,8 +76,12 @@ struct Halves {
     }
 };
 
+// Floats of which some rows are read.
+struct Scattered : Floats {};
+
 template <class Kind>
 const typename Kind::Number* row_of(const Rows& rows, int64_t row) {
+    if constexpr (std::is_same_v<Kind, Scattered>) row = rows.places[row];
     return reinterpret_cast<const typename Kind::Number*>(
         static_cast<const char*>(rows.data) + row * Kind::bytes(rows.width));
 }
@@ -142,9 +152,9 @@ void weigh(
             const float* const so_far = queries[r].out + e + i * LANES;
             sums[r][i] = whole ? load<Lanes>(so_far) : load<Lanes>(so_far, last);
         }
-    const int64_t width = values.width, apart = Kind::bytes(width) / sizeof(typename Kind::Number);
-    const typename Kind::Number* from = row_of<Kind>(values, first);
-    for (int64_t c = 0; c < rows; c++, from += apart)
+    const int64_t width = values.width;
+    for (int64_t c = 0; c < rows; c++) {
+        const typename Kind::Number* const from = row_of<Kind>(values, first + c);
 #pragma GCC unroll 4
         for (int i = 0; i < COUNT; i++) {
             const int64_t at = e + i * LANES;
@@ -154,6 +164,7 @@ void weigh(
             for (int r = 0; r < ROWS; r++)
                 sums[r][i] = fused(splat(weights[r * stride + c]), value, sums[r][i]);
         }
+    }
     for (int r = 0; r < ROWS; r++)
         for (int i = 0; i < COUNT; i++)
             store(queries[r].out + e + i * LANES, sums[r][i], whole ? LANES : last);

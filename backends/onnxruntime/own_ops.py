@@ -79,5 +79,9 @@ def _rule(item: str, places: list[str]) -> str:
         return "least " + found[1]
     if found := re.fullmatch(r"(\w) = (\w) - (\d+)", item):
         return "less " + " ".join(found.groups())
+    if found := re.fullmatch(r"(\w) = ([\w *+/]+)", item):
+        return f"made {found[1]} {found[2].replace(' ', '').replace('//', '/')}"
+    if re.fullmatch(r"[a-z]\w+ >= 1", item):  # an option: its kernel asks
+        return ""
     assert item == "also", f"{item!r} of an op's declaration has no form in C++"
     return ""

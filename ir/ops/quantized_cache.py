@@ -52,14 +52,13 @@ def check_stored(op: str, width: int, bits: int, turned: bool) -> None:
 
 def _check_rows(given: Operands, bits: int, turned: bool) -> None:
     check_stored(given.op, given.sizes["D"], bits, turned)
-    given.sizes["K"] = given.sizes["D"] * bits // 8
 
 
 @op(
-    "x: BGTD -> u8 BGTK, f32 BGT2",
+    "x: BGTD, K = D * bits // 8 -> u8 BGTK, f32 BGT2",
     samples=_quantize_samples,
     also=_check_rows,
-    native=Native("BGTD", cast="x", onnx=False),
+    native=Native("BGTD", cast="x"),
 )
 def quantize_rows(x: Tensor, *, bits: int, turned: bool) -> tuple[Tensor, Tensor]:
     """Quantize rows to 4 or 8 bits, each with its own step and minimum.
@@ -188,7 +187,11 @@ def _check_static(given: Operands, bits: int) -> None:
     _check_rows(given, bits, turned=False)
 
 
-@op("x: BGTD, step: f32 GD, least: f32 GD -> u8 BGTK", samples=_static_samples, also=_check_static)
+@op(
+    "x: BGTD, step: f32 GD, least: f32 GD, K = D * bits // 8 -> u8 BGTK",
+    samples=_static_samples,
+    also=_check_static,
+)
 def static_codes(x: Tensor, step: Tensor, least: Tensor, *, bits: int) -> Tensor:
     """Quantize rows to 4 or 8 bits with a fixed step and minimum per channel, clipped.
 

@@ -14,10 +14,13 @@ from torch import Tensor
 from ..support.errors import InputError
 from . import Native, Sample, op
 from .attention import _scores, _weighted, capped, grouped
-from .eviction import LEAST, STEPS
+from .eviction import STEPS
 from .operands import Operands
+from .quantized_cache import check_stored, quantize_rows, stored_values
 
 I64 = torch.int64
+MOST = 4095.0
+"""Scores beyond it on either side count as it."""
 
 
 def _channel_samples() -> Iterator[Sample]:
@@ -26,7 +29,11 @@ def _channel_samples() -> Iterator[Sample]:
     yield (torch.randn(2, 2, 3, 8), channels), {}
 
 
-@op("x: BHTD, channels: i64 GR, H % G -> BHTR", samples=_channel_samples)
+@op(
+    "x: BHTD, channels: i64 GR, H % G -> BHTR",
+    samples=_channel_samples,
+    native=Native("BHGTDR", cast="x"),
+)
 def take_channels(x: Tensor, channels: Tensor) -> Tensor:
     """Gather channels of queries or keys, by group of heads.
 
@@ -52,41 +59,85 @@ def _top_samples() -> Iterator[Sample]:
 @op(
     "q: BHTD, k: BGCD, mask: bool B1TC, H % G, rows >= 1, N = rows -> i64 BHTN",
     samples=_top_samples,
+    native=Native("BHGTCDN", cast="q k"),
 )
 def top_rows(
     q: Tensor, k: Tensor, mask: Tensor, *, rows: int, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """The rows with the highest attention of each head and token: i64[B,H,T,rows], highest first.
+    """The rows with the highest attention of each head and token: i64[B,H,T,rows], ascending.
 
     ``%r: i64[B,H,T,256] = graftwork.top_rows(%q, %keys, %m, rows=256, scale=0.125)``
 
     q [B,H,T,D] and k [B,G,C,D], or some channels of both; mask, scale, softcap as in `attend`.
-    Scores are log attention in 1/1024, ties in favour of the later row. If a token sees fewer than
-    `rows` rows, the rest are -1.
+    Scores are in 1/1024 and bounded to 4,095 on both sides, ties in favour of the later row. If a
+    token sees fewer than `rows` rows, the rest are -1.
     """
-    return _first(_weights(q, k, mask, scale, softcap), mask, rows)
+    return _first(_products(q, k, scale, softcap), mask, rows)
 
 
-def _weights(q: Tensor, k: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Attention weights f32[B,H,T,C]."""
+def _labelled_samples() -> Iterator[Sample]:
+    mask = torch.rand(2, 1, 3, 9) < 0.6
+    mask[..., 0] = True
+    codes, steps = quantize_rows(torch.randn(2, 2, 9, 8), bits=4, turned=False)
+    yield (torch.randn(2, 4, 3, 8), codes, steps, mask), {"bits": 4, "rows": 4, "scale": 0.3}
+
+
+def _check_labels(given: Operands, bits: int) -> None:
+    check_stored(given.op, given.sizes["D"], bits, turned=False)
+
+
+@op(
+    "q: BHTD, K = D * bits // 8, codes: u8 BGCK, S = 2, steps: f32 BGCS, mask: bool B1TC, H % G, "
+    "rows >= 1, N = rows -> i64 BHTN",
+    samples=_labelled_samples,
+    also=_check_labels,
+    native=Native("BHGTCDKN", cast="q"),
+)
+def top_stored_rows(
+    q: Tensor,
+    codes: Tensor,
+    steps: Tensor,
+    mask: Tensor,
+    *,
+    bits: int,
+    rows: int,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """`top_rows` of keys in few bits.
+
+    ``%r: i64[B,H,T,256] = graftwork.top_stored_rows(%q, %codes, %steps, %m, bits=4, rows=256,
+    scale=0.125)``
+
+    codes u8[B,G,C,D*bits/8] and steps f32[B,G,C,2], see `quantize_rows`; q, mask, rows, scale and
+    softcap as in `top_rows`.
+    """
+    return _first(_products(q, stored_values(codes, steps, bits), scale, softcap), mask, rows)
+
+
+def _products(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Scores f32[B,H,T,C]."""
     batch, heads, width, _ = q.shape
     queries = grouped(q.float(), k.shape[1])
     # Products by cache rows: the smaller operand, not the keys, is transposed.
     scores = torch.matmul(k.float(), queries.transpose(2, 3)).transpose(2, 3) * scale
-    scores = capped(scores.reshape(batch, heads, width, k.shape[2]), softcap)
-    return torch.softmax(scores.masked_fill(~mask, -1e30), dim=-1)
+    return capped(scores.reshape(batch, heads, width, k.shape[2]), softcap)
 
 
-def _first(weights: Tensor, mask: Tensor, rows: int) -> Tensor:
-    """The rows with the largest weights f32[B,R,T,C]: i64[B,R,T,rows], see `top_rows`."""
-    capacity = weights.shape[3]
-    ranked = torch.round(weights.clamp(min=LEAST).log() * STEPS).to(I64) + 2**24
-    place = torch.arange(capacity, device=weights.device)
+def _first(scores: Tensor, mask: Tensor, rows: int) -> Tensor:
+    """The rows with the highest scores f32[B,R,T,C]: i64[B,R,T,rows], see `top_rows`."""
+    capacity = scores.shape[3]
+    bounded = scores.clamp(min=-MOST, max=MOST)
+    ranked = torch.round(bounded * STEPS).to(I64) + 2**23
+    place = torch.arange(capacity, device=scores.device)
     order = torch.where(mask, ranked * capacity + place, torch.full_like(place, -1))
     # At least `rows` candidates.
     order = torch.cat([order, order.new_full((*order.shape[:3], rows), -1)], dim=-1)
     best, index = torch.topk(order, rows, dim=-1)
-    return torch.where(best >= 0, index, torch.full_like(index, -1))
+    # Missing ones behind all others.
+    last = torch.where(best >= 0, index, torch.full_like(index, capacity))
+    rising = -torch.topk(-last, rows, dim=-1).values
+    return torch.where(rising < capacity, rising, torch.full_like(rising, -1))
 
 
 def _attend_samples() -> Iterator[Sample]:
@@ -200,6 +251,7 @@ def _check_chunks(given: Operands, chunks: int, chunk: int, block: int, latest: 
     "i64 BGTW",
     samples=_chunk_samples,
     also=_check_chunks,
+    native=Native("BHGTCSDW", cast="q marks"),
 )
 def chunk_rows(
     q: Tensor,
@@ -229,8 +281,9 @@ def chunk_rows(
     whole = torch.div(begin, chunk, rounding_mode="floor")
     known = torch.arange(count, device=past.device)[None] < whole[:, None]
     seen = known[:, None, None].expand(batch, 1, q.shape[2], count)
-    weights = _weights(q, marks, seen, scale, softcap).unflatten(1, (groups, -1)).amax(2)
-    best = _first(weights, seen, chunks)
+    scores = _products(q, marks, scale, softcap).masked_fill(~seen, -1e30)
+    logs = scores.log_softmax(-1).unflatten(1, (groups, -1)).amax(2)
+    best = _first(logs, seen, chunks)
     inside = torch.arange(chunk, device=past.device)
     rows = best[..., None] * chunk + inside
     rows = torch.where(best[..., None] >= 0, rows, torch.full_like(rows, -1)).flatten(3)

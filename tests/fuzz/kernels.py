@@ -221,6 +221,66 @@ def native_attend_rows(make: Maker) -> Case:
     return Case("attend_rows", call, meaning, operands, options, tolerance=near)
 
 
+def _picking(make: Maker, width: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Queries and a mask over 19 rows, as whole numbers: products are exact; and options."""
+    draw, groups, tokens = make.random.choice, make.random.choice((1, 2)), make.size()
+    shape = draw((1, 2)), groups * draw((1, 3)), tokens, width
+    q = torch.randint(-3, 4, shape, generator=make.generator).float()
+    mask = torch.rand(shape[0], 1, tokens, 19, generator=make.generator) < draw((0.0, 0.6, 1.0))
+    options = {"rows": draw((0, 1, 4, 30)), "scale": 0.25, "softcap": draw((None, 5.0))}
+    return {"q": q, "groups": groups, "mask": mask}, options
+
+
+def native_top_rows(make: Maker) -> Case:
+    given, options = _picking(make, make.random.choice((1, 8, 24)))
+    q, groups = given["q"], given["groups"]
+    k = torch.randint(-3, 4, (len(q), groups, 19, q.shape[3]), generator=make.generator).float()
+
+    def meaning(*tensors: Any, **how: Any) -> Tensor:
+        want(all(t.dtype == F32 for t in tensors[:2]))
+        return sparse.top_rows(*tensors, **how)
+
+    def call(*tensors: Any, rows: int, scale: float, softcap: float | None) -> Any:
+        return native.OPS["top_rows"](*tensors, rows, scale, softcap or 0.0)
+
+    operands = {"q": q, "k": k, "mask": given["mask"]}
+    return Case("top_rows", call, meaning, operands, options, fake=True)
+
+
+def native_top_stored_rows(make: Maker) -> Case:
+    bits, _, width = _stored(make)
+    given, options = _picking(make, width)
+    shape = len(given["q"]), given["groups"], 19
+    codes = torch.randint(0, 256, (*shape, width * bits // 8), generator=make.generator)
+    steps = torch.randint(-2, 3, (*shape, 2), generator=make.generator).float()
+
+    def meaning(*tensors: Any, **how: Any) -> Tensor:
+        want(tensors[0].dtype == F32)
+        return sparse.top_stored_rows(*tensors, **how)
+
+    def call(*tensors: Any, bits: int, rows: int, scale: float, softcap: float | None) -> Any:
+        return native.OPS["top_stored_rows"](*tensors, bits, rows, scale, softcap or 0.0)
+
+    operands = {"q": given["q"], "codes": codes.to(torch.uint8), "steps": steps}
+    operands["mask"] = given["mask"]
+    how = {"bits": bits, **options}
+    return Case("top_stored_rows", call, meaning, operands, how, fake=True)
+
+
+def native_take_channels(make: Maker) -> Case:
+    q, groups = (_picking(make, 8)[0][name] for name in ("q", "groups"))
+    last = 8 + (make.random.random() < 0.1)
+    channels = torch.randint(0, last, (groups, 3), generator=make.generator)
+
+    def meaning(x: Tensor, channels: Tensor) -> Tensor:
+        want(x.dtype == F32 and bool(((channels >= 0) & (channels < x.shape[-1])).all()))
+        return sparse.take_channels(x, channels)
+
+    # What channels are worth no shape rule knows.
+    operands = {"x": q, "channels": channels}
+    return Case("take_channels", native.OPS["take_channels"], meaning, operands, {})
+
+
 def _stored(make: Maker) -> tuple[int, bool, int]:
     """Bits, whether rows are turned, and a row's width, now and then one that does not fit them."""
     bits, turned = make.random.choice((4, 8)), make.random.random() < 0.5
@@ -332,6 +392,9 @@ MAKERS: list[Callable[[Maker], Case]] = [
     native_attend_grouped,
     native_attend_part,
     native_attend_rows,
+    native_top_rows,
+    native_top_stored_rows,
+    native_take_channels,
     recurrences.native_linear_attention_step,
     recurrences.native_linear_attention_step_int8,
     recurrences.native_causal_conv_step,
