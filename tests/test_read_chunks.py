@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,13 +13,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from selection import one_in
 from test_edits import said, text
-from test_read_sparse import picked_by_hand
+from test_own_attention import node
+from test_read_sparse import best
 from tiny import in_int8
 
 from graftwork.backends import compile
 from graftwork.backends.onnxruntime.portable import portable
 from graftwork.backends.target import Target
-from graftwork.ir import PassError, Program, UnsupportedError, verify
+from graftwork.backends.torch import cpu
+from graftwork.ir import InputError, PassError, Program, UnsupportedError, verify
 from graftwork.ir.ops.sparse import chunk_means, chunk_rows
 from graftwork.ir.plan import DraftRecord, NoDraft
 from graftwork.passes.caching.evict_cache import EvictCache
@@ -57,12 +60,56 @@ def test_chunks_are_picked_as_by_hand_ties_included(seed, chunks):
     for b, g, t in ((b, g, t) for b in range(2) for g in range(2) for t in range(3)):
         begin = int(past[b]) // 4 * 4
         known = [c < begin // 2 for c in range(7)]
-        best = [-1] * chunks
-        if any(known):
-            best = picked_by_hand(q[b, 2 * g : 2 * g + 2, t], marks[b, g], known, chunks, 0.5)
-        want = [row for c in best for row in ((2 * c, 2 * c + 1) if c >= 0 else (-1, -1))]
+        logs = (q[b, 2 * g : 2 * g + 2, t] @ marks[b, g, : sum(known)].T * 0.5).log_softmax(1)
+        ranks = (logs.amax(0) * 1024).round().tolist()
+        picked = best(dict(enumerate(ranks)), chunks)
+        want = [row for c in picked for row in ((2 * c, 2 * c + 1) if c >= 0 else (-1, -1))]
         want += [r if r <= int(past[b]) + t else -1 for r in range(begin, begin + 6)]
         assert got[b, g, t].tolist() == want
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 99), st.integers(1, 5), st.sampled_from((1, 2, 9)), st.booleans())
+def test_kernels_pick_the_chunks_that_the_op_says(seed, width, chunks, capped):
+    random = torch.Generator().manual_seed(seed)
+    marks = torch.randint(-1, 2, (2, 2, 12, 6), generator=random).float()
+    q = torch.randint(-2, 3, (2, 4, width, 6), generator=random).float()
+    past = torch.tensor([int(torch.randint(0, 20, (), generator=random)), 3])
+    mask = torch.arange(24) <= past[:, None, None, None] + torch.arange(width)[:, None]
+    given = {"q": q, "marks": marks, "mask": mask, "past": past}
+    how: dict[str, Any] = {"chunks": chunks, "chunk": 2, "block": 4, "latest": 6, "scale": 0.5}
+    softcap = 2.0 if capped else None
+    want = chunk_rows(**given, **how, softcap=softcap)
+    assert torch.equal(cpu.OWN["chunk_rows"](*given.values(), **how, softcap=softcap), want)
+    onnx = {**how, "softcap": softcap or 0.0}
+    assert torch.equal(node("ChunkRows", given, **onnx)[0], want)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"past": torch.tensor([25, 0])}, "lies outside 0..24"),
+        ({"past": torch.tensor([-1, 0])}, "lies outside 0..24"),
+        ({"marks": torch.zeros(2, 2, 12, 4)}, "marks must be"),
+        ({"chunk": 3}, "multiple of chunk"),
+        ({"latest": 3}, "latest >= block"),
+        ({"chunks": 0}, "chunks >= 1"),
+    ],
+)
+def test_chunks_that_do_not_fit_are_refused(changes, says):
+    given = {
+        "q": torch.zeros(2, 4, 1, 6),
+        "marks": torch.zeros(2, 2, 12, 6),
+        "mask": torch.ones(2, 1, 1, 24, dtype=torch.bool),
+        "past": torch.tensor([8, 0]),
+        **{"chunks": 2, "chunk": 2, "block": 4, "latest": 6},
+    } | changes
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    how = {name: value for name, value in given.items() if name not in tensors}
+    with pytest.raises(Exception, match=says):
+        node("ChunkRows", tensors, softcap=0.0, **how)
+    with pytest.raises(InputError):
+        cpu.OWN["chunk_rows"](*tensors.values(), **how, scale=0.5, softcap=None)
 
 
 def test_landmarks_are_the_means_of_their_keys():
@@ -95,10 +142,14 @@ def test_what_is_held_of_whole_blocks_are_their_landmarks():
         torch.testing.assert_close(marks[:, :16], want)
 
 
-@pytest.mark.parametrize("draft", one_in(2, [RecyclingDraft(nodes=7), SuffixDraft(tokens=5)]))
-def test_drafts_batches_and_earlier_calls_change_nothing(draft):
+DRAFTS = RecyclingDraft(nodes=7), SuffixDraft(tokens=5)
+
+
+@pytest.mark.parametrize(("prefill", "draft"), one_in(2, product(("full", "same"), DRAFTS)))
+def test_drafts_batches_and_earlier_calls_change_nothing(prefill, draft):
     prompts = [text(1, 70), text(2, 12) * 3, text(4, 9)]
-    plain, fast = chunked(), compile(chunked(draft), Target("eager"))
+    plain = chunked(prefill=prefill)
+    fast = compile(chunked(draft, prefill=prefill), Target("eager"))
     wanted = [said(compile(plain, Target("eager")), p, tokens=40)[0][0] for p in prompts]
     got, stats = said(fast, *prompts, tokens=40)
     assert got == wanted
@@ -107,7 +158,8 @@ def test_drafts_batches_and_earlier_calls_change_nothing(draft):
         longer = (prompts[0] + wanted[0])[:cut] + text(7, 11)
         again, stats = said(fast, longer, tokens=20)
         assert again == said(compile(plain, Target("eager")), longer, tokens=20)[0]
-        assert stats.reused_tokens >= cut
+        # What was generated has other rows than a prompt's where prompts read all.
+        assert stats.reused_tokens >= min(cut, 70 if prefill == "full" else cut)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,8 @@ from .query_heads import by_query_head
 from .scores.base import SCORES
 from .scores.window import window
 
+G = torch.ops.graftwork
+
 
 @builds(Evict)
 class EvictCache(LearnedContents, RecordedContents):
@@ -168,6 +170,12 @@ class EvictCache(LearnedContents, RecordedContents):
     def _writes(self, functions: dict[str, Function], program: Program) -> Iterator[Written]:
         """Of each layer with a cache the first write; of the target's, from its plain step."""
         self.refuse_places(program, "which rows that were dropped would shift", windows=False)
+        for fn in functions.values():
+            self.refuse(
+                bool(fn.calls(G.attend_rows.default)),
+                f"{fn.name} reads picked rows of caches, and no attention reads all: leave out "
+                f"the pass that picks, or this one",
+            )
         seen: set[str] = set()
         step = program.step.name
         first = sorted(

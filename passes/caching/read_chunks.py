@@ -23,6 +23,8 @@ After (rows 256, chunk 8, block 64)::
 A chunk's landmark is the mean of its keys, and made where a text ends a block: a step reads
 landmarks, one for `chunk` rows, and the rows of the chunks that it picks. Rows since the last whole
 block are read in any case. Every token picks for itself, so drafts and batches change nothing.
+Prompts run through the function that there was, which reads all rows (prefill "full"), or as what
+is generated does ("same").
 
 Source: Sun et al., "ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference"
 (2024). Refuses what `read_sparse` does, and sliding windows and chunks, where a token does not see
@@ -40,10 +42,11 @@ from ...ir import Function, Program, State, Sym, TensorType, arguments
 from ...ir.plan import MarkChunks
 from ...ir.plan.bounds import Context, Rank
 from ..engine.base import Outcome
+from ..engine.plan_edits import Prompts
 from ..policies import builds
 from .cached_rows import Written, reach_of, unbounded, written
 from .contents import RecordedContents, upkeep
-from .read_sparse import attend_rows, check_sparse
+from .read_sparse import attend_rows, check_sparse, prompts_apart
 
 G = torch.ops.graftwork
 
@@ -52,10 +55,11 @@ G = torch.ops.graftwork
 class ReadChunks(RecordedContents):
     """rows: that a token reads of whole blocks, so many chunks as they make. chunk: rows that share
     a landmark. block: rows that come before they get landmarks. full: first layers that read all
-    rows."""
+    rows. prefill: see `Prompts`."""
 
     rows: Context = 256
     full: Rank = 0
+    prefill: Prompts = "full"
 
     name: ClassVar[str] = "read_chunks"
 
@@ -66,8 +70,9 @@ class ReadChunks(RecordedContents):
         record: MarkChunks = self.made()
         self._check(program, record)
         marks = {cache.keys.names[0]: _marks(program, cache, record.groups) for cache in caches}
+        program, whole = prompts_apart(program, self.name, self.prefill)
         functions = {
-            name: self._edited(fn.copy(), program, marks, record)
+            name: fn if name == whole else self._edited(fn.copy(), program, marks, record)
             for name, fn in program.functions.items()
         }
         mark = _mark(program, marks, record)

@@ -20,15 +20,16 @@ After (pick "labels"): every layer picks for itself, by a few channels of its ke
       %s: (u8[B,G,T,4], f32[B,G,T,2]) = graftwork.quantize_rows(%l, bits=4, turned=False)
       ...
       %a: f32[B,H,T,8] = graftwork.take_channels(%q, @kv.3.channels)
-      %b: f32[B,G,C,8] = graftwork.stored_rows(%codes, %steps, bits=4, turned=False)
-      %r: i64[B,H,T,256] = graftwork.top_rows(%a, %b, %m, rows=256, scale=0.125)
+      %r: i64[B,H,T,256] = graftwork.top_stored_rows(%a, %codes, %steps, %m, bits=4, rows=256,
+          scale=0.125)
       %y: f32[B,H,T,64] = graftwork.attend_rows(%q, %kw, %vw, %r, scale=0.125)
 
 No row is lost: one that nobody looks at now may be read again later. Every head picks for itself,
-also of those that share keys. So does every token,
-those of a prompt, too, so that what it reads does not depend on what shares its step. All functions
-that write a cache of the step's read it so; one that lacks the layer that picks, picks where it
-first would read what was picked. A draft's own cache is read as before.
+also of those that share keys, and so does every token, so that what it reads does not depend on
+what shares its step. Prompts run through the function that there was, which reads all rows and
+writes labels (prefill "full"), or read as what is generated does ("same"). All other functions that
+write a cache of the step's read it so; one that lacks the layer that picks, picks where it first
+would read what was picked. A draft's own cache is read as before.
 
 Layers that look back over a sliding window read that.
 
@@ -41,7 +42,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.fx
@@ -57,8 +58,9 @@ from ...ir import (
     arguments,
     site_of,
 )
-from ..engine.base import Evidence, Outcome, TextSample, register
+from ..engine.base import Effect, Evidence, Length, Outcome, TextSample, Windows, register
 from ..engine.feed import watched
+from ..engine.plan_edits import Prompts, with_prefill
 from .cached_rows import Written, unbounded, written
 from .contents import LearnedContents
 from .exchange import beside
@@ -66,7 +68,6 @@ from .exchange import beside
 A, G = torch.ops.aten, torch.ops.graftwork
 BITS = 4
 """Of a label's numbers."""
-_HOW: dict[str, Any] = {"bits": BITS, "turned": False}
 
 Rows = Annotated[int, Field(ge=1, le=2**20)]
 Some = Annotated[int, Field(ge=0, le=4096)]
@@ -78,13 +79,22 @@ class ReadSparse(LearnedContents):
     reads of a cache. full: first layers that read all rows. picks: layers beyond these that pick,
     evenly apart, for those behind them, too; 0: each for itself. channels: of a key in its label,
     those that make the most of the products of queries and keys on text, of which `windows` of
-    `length` tokens are read."""
+    `length` tokens are read. prefill: see `Prompts`."""
 
     pick: Literal["attention", "labels"] = "labels"
     rows: Rows = 256
     full: Some = 0
     picks: Some = 0
     channels: Annotated[int, Field(ge=2, le=256, multiple_of=2)] = 8
+    prefill: Prompts = "full"
+    windows: Windows = 4
+    length: Length = 256
+
+    bundled: ClassVar[bool] = True
+    effects: ClassVar[frozenset[Effect]] = LearnedContents.effects | {
+        Effect.FUNCTIONS,
+        Effect.DECODE_PLAN,
+    }
 
     @property
     def text(self) -> TextSample | None:
@@ -109,8 +119,9 @@ class ReadSparse(LearnedContents):
                     check_sparse(self.name, write)
         labels = {} if windows is None else self._labels(program, caches, windows, turns)
         states = {s.name: s for label in labels.values() for s in label.states}
+        program, full = prompts_apart(program, self.name, self.prefill)
         functions = {
-            name: _Editor(fn.copy(), program, self, turns, labels).edited()
+            name: _Editor(fn.copy(), program, self, turns, labels, full=name == full).edited()
             for name, fn in program.functions.items()
         }
         made = program.replace(
@@ -198,13 +209,14 @@ def _label(keys: State, channels: torch.Tensor) -> _Label:
 
 @dataclass
 class _Editor:
-    """Changes a function, layer by layer."""
+    """Changes a function, layer by layer. full: it reads all rows."""
 
     fn: Function
     program: Program
     options: ReadSparse
     turns: Mapping[str, bool | None]
     labels: Mapping[str, _Label]
+    full: bool = False
     picked: tuple[torch.fx.Node, Any] | None = None
 
     def edited(self) -> Function:
@@ -223,12 +235,16 @@ class _Editor:
         given, by_attention = arguments(write.attend), self.options.pick == "attention"
         label = self.labels.get(write.keys.names[0])
         stored = None if label is None else self._stored(write, label)
+        if self.full:
+            return
         if picks or self.picked is None:
-            asked = given["q"], given["k"]
-            if stored is not None and label is not None:
-                asked = self._taken(given["q"], label), stored
             how = {"rows": self.options.rows, **write.options}
-            rows = self.fn.call(G.top_rows.default, *asked, given["mask"], **how)
+            if stored is None or label is None:
+                asked = given["q"], given["k"], given["mask"]
+                rows = self.fn.call(G.top_rows.default, *asked, **how)
+            else:
+                few = self._taken(given["q"], label), *stored, given["mask"]
+                rows = self.fn.call(G.top_stored_rows.default, *few, bits=BITS, **how)
             self.picked = rows, given["mask"]
             if by_attention:
                 return
@@ -243,10 +259,11 @@ class _Editor:
     def _taken(self, rows: Any, label: _Label) -> torch.fx.Node:
         return self.fn.call(G.take_channels.default, rows, self.fn.weight(label.weight))
 
-    def _stored(self, write: Written, label: _Label) -> torch.fx.Node:
-        """Labels of all rows, those of the step written."""
-        fn, how = self.fn, _HOW
-        new = fn.call(G.quantize_rows.default, self._taken(write.keys.new, label), **how)
+    def _stored(self, write: Written, label: _Label) -> tuple[torch.fx.Node, ...]:
+        """Labels of all rows, those of the step written: codes and steps."""
+        fn = self.fn
+        rows = self._taken(write.keys.new, label)
+        new = fn.call(G.quantize_rows.default, rows, bits=BITS, turned=False)
         past = arguments(write.keys.writes[0])["past"]
         parts = []
         for index, state in enumerate(label.states):
@@ -254,7 +271,15 @@ class _Editor:
             part = fn.call(G.cache_write.default, held, fn.item(new, index), past)
             self.outputs[state.name] = part
             parts.append(part)
-        return fn.call(G.stored_rows.default, *parts, **how)
+        return tuple(parts)
+
+
+def prompts_apart(program: Program, who: str, prefill: Prompts) -> tuple[Program, str]:
+    """The program, with a function for prompts if these are not to read sparsely, and its name."""
+    if prefill == "same":
+        return program, ""
+    program = with_prefill(program, who)
+    return program, program.plan.step.read(argmax=True)[0]
 
 
 def attend_rows(write: Written, rows: torch.fx.Node) -> None:

@@ -94,7 +94,7 @@ class CutDepth(Pass):
             raise PassError(
                 f"{self.name}: expected a plan whose step is one function that is not cut yet, got "
                 f"step={plan.step.brief}: leave the other pass out that changes it, such as "
-                f"fuse_draft, or skip_layers with prefill='full'"
+                f"fuse_draft, or set its prefill='same' (skip_layers, read_sparse, read_chunks)"
             )
         cutter = _Cutter(step.copy(), self.name)
         exits = self._exits(cutter)

@@ -42,7 +42,7 @@ cache already. Matches nothing if nothing is to be skipped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Self
 
 import torch
 import torch.fx
@@ -50,7 +50,6 @@ from pydantic import Field, model_validator
 
 from ...ir import Function, PassError, Program
 from ...ir.execution.analysis import blocks_of
-from ...ir.plan import Prefilled, Whole
 from ...ir.plan.bounds import Rollout
 from ...ir.rewrite.cleanup import sweep
 from ..engine.base import (
@@ -64,12 +63,12 @@ from ..engine.base import (
     Windows,
     register,
 )
+from ..engine.plan_edits import Prompts, with_prefill
 from .importance import Part, cosines, in_question, loss
 
 G = torch.ops.graftwork
 
 Layers = Annotated[tuple[int, ...], Field(max_length=4096)]
-PREFILL = "prefill"
 
 
 @register
@@ -85,7 +84,7 @@ class SkipLayers(LearningPass):
     mlp: Layers = ()
     speedup: float | None = Field(default=None, gt=1, le=1e4, allow_inf_nan=False)
     count: Rollout = 0
-    prefill: Literal["same", "full"] = "same"
+    prefill: Prompts = "same"
     windows: Windows = 4
     length: Length = 256
 
@@ -170,16 +169,8 @@ class SkipLayers(LearningPass):
 
     def _planned(self, program: Program, fn: Function) -> Program:
         """The program with the shorter step, and a plan for it."""
-        if self.prefill == "same":
-            return program.with_function(fn)
-        if program.plan.step != Whole(fn.name) or PREFILL in program.functions:
-            raise PassError(
-                f"{self.name}: prefill='full' needs a plan whose step is the function {fn.name!r} "
-                f"alone, and no function {PREFILL!r}; the plan has step={program.plan.step.brief}"
-            )
-        whole = Function(PREFILL, program.step.copy().graph, program.step.role)
-        plan = Prefilled(fn.name, PREFILL).into(program.plan)
-        return program.with_function(fn, plan=plan).with_function(whole)
+        full = self.prefill == "full"
+        return (with_prefill(program, self.name) if full else program).with_function(fn)
 
 
 def _number(layer: int, there: Sequence[int]) -> int:

@@ -79,7 +79,8 @@ class FuseDraft(Pass):
         if program.plan.step != Whole(program.step.name):
             raise PassError(
                 f"fuse_draft: expected a plan whose step is one function, got "
-                f"step={program.plan.step.brief}: leave the pass out that cuts or changes the step"
+                f"step={program.plan.step.brief}: leave out the pass that cuts or changes it, "
+                f"or set its prefill='same' (skip_layers, read_sparse, read_chunks)"
             )
         step, fused = Fused(NAME, program.step.name, found[0].levels - 1), FusedDraft(found[0])
         draft = program.plan.draft.with_leaves(lambda leaf: fused if leaf == found[0] else leaf)

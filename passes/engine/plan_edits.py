@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
-from ...ir import InputError, PassError, Program
+from ...ir import Function, InputError, PassError, Program
 from ...ir.check.legality import misfit
-from ...ir.plan import DraftRecord, Record
+from ...ir.plan import DraftRecord, Prefilled, Record, Whole
+
+PREFILL = "prefill"
+Prompts = Literal["same", "full"]
+"""What prompts run through: the "same" function as what is generated, or the "full" one, as it was
+before a pass let the step do less."""
 
 
 def with_draft(program: Program, draft: DraftRecord) -> Program:
@@ -35,3 +40,18 @@ def fitting(program: Program, who: str) -> Program:
     if why := misfit(program.plan):
         raise PassError(f"{who}: {why}")
     return program
+
+
+def with_prefill(program: Program, who: str) -> Program:
+    """The program whose prompts run through a function of their own: a copy of the step as it is,
+    unless there is one. Errors: `PassError` naming `who` for a step of more than one function."""
+    plan, step = program.plan, program.step
+    if isinstance(plan.step, Prefilled):
+        return program
+    if plan.step != Whole(step.name) or PREFILL in program.functions:
+        raise PassError(
+            f"{who}: prefill='full' needs a plan whose step is the function {step.name!r} alone, "
+            f"and no function {PREFILL!r}; the plan has step={plan.step.brief}: set prefill='same'"
+        )
+    whole = Function(PREFILL, step.copy().graph, step.role)
+    return with_plan(program, step=Prefilled(step.name, PREFILL)).with_function(whole)
