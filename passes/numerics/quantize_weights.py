@@ -316,13 +316,13 @@ class QuantizeWeights(Rounding):
     def numeric_of(self, weight: Weight, known: bool) -> Numeric:
         """How a weight is stored. Errors: `PassError` for a group that does not divide its rows."""
         columns = int(str(weight.type.dims[-1]))
-        kind = "symmetric" if self.symmetric else "affine"
         bits = self.embedding if known and self.embedding is not True else self.bits
+        # A table of 8 bits has no offsets: they would cost time, and bring nothing.
+        plain = self.symmetric or (bits == 8 and self.bits != 8)
+        kind = "symmetric" if plain else "affine"
         whole = not self.group or (bits == 8 and columns % self.group != 0)
         group = columns if whole else self.group
         numeric = Numeric(bits, group, kind, SCALES[self.scales])
-        if known and self.embedding == 8:  # not `True`, which is 1
-            numeric = Numeric(8, columns, scale=SCALES[self.scales])
         if why := numeric.refusal(columns):
             raise PassError(f"quantize_weights: {weight.name}: {why} (exclude: [{weight.name!r}])")
         return numeric
