@@ -13,13 +13,14 @@ import torch
 from .backends import check_columns, check_kernels
 from .backends.target import Target
 from .data.calibration import (
+    bundled_evidence,
     calibrates,
     check_data,
     check_documents,
     evidence_for,
     evidence_of,
 )
-from .data.corpus import SAMPLE, read_corpus
+from .data.corpus import read_corpus
 from .data.cost import cost_of, why_not
 from .data.knob import TOLERANCE, check_pace, check_tolerance, turned
 from .data.prompts import Prompts, check_seed, sample_prompts, validation_batch
@@ -204,12 +205,11 @@ def _made(
         program, report = kept
         changed = {"source": str(model), "recipe": chosen.name, "target": str(where)}
         return _runnable(program, where, chosen, report.model_copy(update=changed))
-    if text is None and chosen.reads_bundled:
-        text = SAMPLE
     making = Making()
     traced = Traced.of(model, where.dtype, making.watching(known))
-    evidence = None
-    if text is not None:
+    if text is None:
+        evidence = bundled_evidence(chosen, traced.program, progress)
+    else:
         evidence = evidence_of(read_corpus(text, traced.program), work, progress)
     tried = prompts and prompts(traced.program)
     made = transform(traced, chosen, where, prompts=tried, evidence=evidence, progress=progress)
@@ -238,14 +238,15 @@ def trace(
         return program
     check_paths(recipe)
     program = with_draft_models(program, recipe, dtype, progress, model)
-    if data is None and recipe.reads_bundled:
-        data = SAMPLE
     names = [step.pass_.name for step in arrange(recipe.steps, facts_of(program))]
     if after is not None and after not in names:
         raise InputError(
             f"recipe {recipe.name!r} has no pass {after!r}; in order, it has {', '.join(names)}"
         )
-    evidence = None if data is None else evidence_for([recipe], program, data, progress=progress)
+    if data is None:
+        evidence = bundled_evidence(recipe, program, progress)
+    else:
+        evidence = evidence_for([recipe], program, data, progress=progress)
     return run_passes(program, recipe.steps, progress=progress, after=after, evidence=evidence)[0]
 
 

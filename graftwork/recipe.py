@@ -146,7 +146,13 @@ class Recipe:
     @property
     def reads_bundled(self) -> bool:
         """Whether it reads the bundled text where the user gives none."""
-        return any(p.text and p.bundled for p in (step.pass_ for step in self.steps))
+        passes = (step.pass_ for step in self.steps)
+        return any((p.text or p.helpful) and p.bundled for p in passes)
+
+    @property
+    def asks_for_text(self) -> bool:
+        """Whether it cannot do without any text, the user's or the bundled one."""
+        return any(step.pass_.text for step in self.steps)
 
     @property
     def takes_text(self) -> bool:

@@ -15,14 +15,18 @@ from tiny import tiny_llama
 from torch import Tensor
 
 import graftwork as gw
+from graftwork.cli.demo import demo_folder
 from graftwork.ir import InputError, Program
 from graftwork.ir.ops.numerics import Numeric, Quantized
+from graftwork.passes.engine.feed import watched
 from graftwork.passes.engine.manager import run_passes
 from graftwork.passes.engine.moments import Moments
 from graftwork.passes.numerics.methods.base import method_of
 from graftwork.passes.numerics.methods.least_squares import Fitted, importance, solved
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights
 from graftwork.recipe import Recipe
+
+A = torch.ops.aten
 
 
 def test_a_case_by_hand() -> None:
@@ -97,7 +101,7 @@ def test_more_ranges_and_channels_that_count_more_err_less() -> None:
 
 def test_a_channel_counts_by_its_mean_square() -> None:
     moments = Moments(torch.diag(torch.tensor([2.0, 6.0, 0.0, 0.0])), torch.ones(4))
-    assert importance(moments).tolist() == pytest.approx([1.0, 3.0, 1e-4, 1e-4])
+    assert importance(moments.hessian.diagonal()).tolist() == pytest.approx([1.0, 3.0, 1e-4, 1e-4])
 
 
 def quantized(program: Program, text: bool, **options: Any) -> Program:
@@ -116,17 +120,38 @@ def test_text_is_made_use_of_where_there_is_some() -> None:
     assert not torch.equal(alone.weights[name].load(), seen.weights[name].load())
 
 
-def test_a_weight_that_is_multiplied_twice_is_fitted_without_text() -> None:
+def test_a_channel_counts_by_all_that_reads_it() -> None:
     program = tiny_llama()
     fn = program.step.copy()
     for node in fn.graph.find_nodes(op="get_attr"):
         if node.target == "layers.1.up":
             node.target = "layers.0.up"
-    shared, pass_ = program.with_function(fn), QuantizeWeights(method="least_squares", group=16)
-    made = pass_.apply(shared, evidence_for(shared)).program
-    alone = pass_.apply(shared).program
-    parts = [[p.weights[f"layers.0.{n}.q4"].load() for n in ("up", "q")] for p in (made, alone)]
-    assert torch.equal(parts[0][0], parts[1][0]) and not torch.equal(parts[0][1], parts[1][1])
+    shared, evidence = program.with_function(fn), evidence_for(program)
+    pass_ = QuantizeWeights(method="least_squares", group=16, windows=4, length=32)
+    made = pass_.apply(shared, evidence).program
+    _, used = made.weights["layers.0.up.q4"].inputs
+    nodes = [n for n in fn.calls(A.linear.default) if n.args[1].target == "layers.0.up"]
+    values = {f"x{i}": node.args[0] for i, node in enumerate(nodes)}
+    assert len(values) == 2
+    windows = evidence.sampled(pass_.sample, shared)
+    found = list(watched(shared, fn, values, windows))
+    squares = sum(x.pow(2).sum((0, 1)) for seen in found for x in seen.values())
+    torch.testing.assert_close(used.load(), (squares / squares.mean()).clamp(min=1e-4))
+
+
+def test_nobody_has_to_give_a_text() -> None:
+    """Of 4 bits the bundled one says how much channels count; of 8 it would change next to nothing;
+    and what has no tokenizer does without."""
+    made = gw.optimize(demo_folder(), "int4", target="eager:cpu:float32")
+    assert made.report is not None
+    (line,) = (line for line in made.report.passes if line.name == "quantize_weights")
+    assert "a bundled text" in "".join(line.remarks)
+    layers = [n for n in made.program.weights if n.endswith("down_proj.weight.q4")]
+    assert layers and all(len(made.program.weights[name].inputs) == 2 for name in layers)
+    small = {"extends": "int4", "passes": [{"quantize_weights": {"group": 16}}]}
+    for source, recipe in ((demo_folder(), "int8"), (build(ARCHS["llama"]), small)):
+        report = gw.optimize(source, recipe, target="eager:cpu:float32").report
+        assert report is not None and "bundled" not in str(report)
 
 
 def test_drafts_are_fitted_without_text() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ import torch
 from ..ir import InputError, Program
 from ..ir.support.files import plain_path
 from ..passes.engine.evidence import Evidence, WorkFolder
-from .corpus import read_corpus
+from .corpus import SAMPLE, read_corpus
 from .prompts import Prompts, check_file
 
 if TYPE_CHECKING:
@@ -90,6 +91,18 @@ def evidence_for(
         return None
     progress("read the text")
     return evidence_of(read_corpus(text, program), work, progress)
+
+
+def bundled_evidence(
+    recipe: Recipe, program: Program, progress: Callable[[str], None] = lambda stage: None
+) -> Evidence | None:
+    """The bundled text for a recipe that reads it where nobody gives one; None for others, and for
+    one that does without where the model continues no texts, or has no tokenizer. Errors:
+    `InputError` if the recipe cannot do without."""
+    able = "tokenizer.json" in program.assets and program.plan.source.encoder is None
+    if not recipe.reads_bundled or not (able or recipe.asks_for_text):
+        return None
+    return replace(evidence_of(read_corpus(SAMPLE, program), None, progress), bundled=True)
 
 
 def check_text(recipes: Sequence[Recipe], text: Prompts | None) -> None:

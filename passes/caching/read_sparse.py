@@ -90,11 +90,14 @@ class ReadSparse(LearnedContents):
     windows: Windows = 4
     length: Length = 256
 
-    bundled: ClassVar[bool] = True
     effects: ClassVar[frozenset[Effect]] = LearnedContents.effects | {
         Effect.FUNCTIONS,
         Effect.DECODE_PLAN,
     }
+
+    @property
+    def bundled(self) -> bool:
+        return True
 
     @property
     def text(self) -> TextSample | None:

@@ -88,7 +88,6 @@ class SkipLayers(LearningPass):
     windows: Windows = 4
     length: Length = 256
 
-    bundled: ClassVar[bool] = True
     name: ClassVar[str] = "skip_layers"
     contract: ClassVar[Contract] = Contract.APPROXIMATE
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
@@ -101,6 +100,10 @@ class SkipLayers(LearningPass):
             if getattr(self, name) and self.speedup is not None:
                 raise ValueError(f"speedup chooses the layers itself: leave {name} out, or speedup")
         return self
+
+    @property
+    def bundled(self) -> bool:
+        return True
 
     @property
     def text(self) -> TextSample | None:

@@ -75,8 +75,7 @@ class Pass(BaseModel):
     shows are checked (see `facts`). effects: what it changes. reads: effects of *other* passes that
     must be in place before this one runs. repeatable: whether a recipe may have it several times,
     because each adds something of its own (a drafter more). brings: what the user brings for it
-    besides the model, if its options do not tell (see `needs`). bundled: where the user gives no
-    text, the bundled one will do.
+    besides the model, if its options do not tell (see `needs`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -89,7 +88,6 @@ class Pass(BaseModel):
     reads: ClassVar[frozenset[Effect]] = frozenset()
     repeatable: ClassVar[bool] = False
     brings: ClassVar[str] = ""
-    bundled: ClassVar[bool] = False
 
     @classmethod
     def needs(cls) -> str:
@@ -107,6 +105,11 @@ class Pass(BaseModel):
         """The text that the pass learns from where the user gives some, and does without where
         not; None for none."""
         return None
+
+    @property
+    def bundled(self) -> bool:
+        """Whether the bundled text will do for `text` and `helpful`, where the user gives none."""
+        return False
 
     @property
     def moot(self) -> frozenset[str]:

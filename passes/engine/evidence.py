@@ -47,15 +47,17 @@ class Evidence:
 
     tokens: ids i64[N], documents one after the other. work: where results lie; what lies there of
     an earlier run on the same program, options and text is used again. progress: told what is being
-    done, and which share of it is done.
+    done, and which share of it is done. bundled: nobody gave a text, and it is as long as it is.
     """
 
     tokens: torch.Tensor
     work: WorkFolder
     progress: Callable[[str, float], None] = lambda what, share: None
+    bundled: bool = False
 
     def check(self, sample: TextSample, program: Program, who: str) -> None:
         """Errors: `InputError` if the text is too short, or is not of this model's tokens."""
+        sample = self._there(sample, program)
         width = sample.width(program)
         wanted = sample.windows * width
         if len(self.tokens) < wanted:
@@ -74,7 +76,14 @@ class Evidence:
     def sampled(self, sample: TextSample, program: Program) -> torch.Tensor:
         """Windows i64[windows,width], spread evenly over the text. Where texts of this model begin
         with a token of their own, each window does: without it some models are others."""
-        return sampled(self.tokens, sample, program)
+        return sampled(self.tokens, self._there(sample, program), program)
+
+    def _there(self, sample: TextSample, program: Program) -> TextSample:
+        """The sample, or as much of it as the bundled text has."""
+        if not self.bundled:
+            return sample
+        width = min(sample.width(program), len(self.tokens))
+        return TextSample(min(sample.windows, len(self.tokens) // max(width, 1)), width)
 
 
 def sampled(tokens: torch.Tensor, sample: TextSample, program: Program) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Weights of few bits whose values a method chooses without text: made when they are loaded."""
+"""Weights of few bits whose values a method chooses by no more of a text than how much it uses each
+channel: made when they are loaded."""
 
 from __future__ import annotations
 
@@ -14,9 +15,12 @@ from .rounding import SCALES
 from .stored import Form
 
 
-def computed(weight: Weight, form: Form, method: Method, weights: WeightStore) -> dict[str, Weight]:
+def computed(
+    weight: Weight, form: Form, method: Method, weights: WeightStore, used: Weight | None = None
+) -> dict[str, Weight]:
     """The parts of a weight, or a stack of some, by name as it would be alone: made by a method
-    that needs no text, when they are loaded."""
+    that needs no text, when they are loaded. used: how much each channel counts, f32[K]; None: as
+    much as the others."""
     *outer, columns = weight.type.shape
     source = _narrow(weight) if method.quick else weight
     parts = {}
@@ -24,7 +28,7 @@ def computed(weight: Weight, form: Form, method: Method, weights: WeightStore) -
     for place, (name, flat) in enumerate(zip(form.names(weight.name), types, strict=True)):
         type = TensorType(flat.dtype, _dims(flat.dtype, flat.shape, outer))
         options = {"method": method, "form": form, "place": place}
-        part = derive(fresh_name(weights, name), type, quantized, source, **options)
+        part = derive(fresh_name(weights, name), type, quantized, source, used, **options)
         parts[name] = weights.alike(part)
     return parts
 
@@ -44,8 +48,11 @@ def _dims(dtype: torch.dtype, flat: tuple[int, ...], outer: list[int]) -> tuple[
 
 
 @derivation_of_parts("place")
-def quantized(tensor: torch.Tensor, *, method: Method, form: Form) -> dict[int, torch.Tensor]:
-    """The parts of a weight, or of a stack of some, that a method makes without text, by number."""
+def quantized(
+    tensor: torch.Tensor, used: torch.Tensor | None, *, method: Method, form: Form
+) -> dict[int, torch.Tensor]:
+    """The parts of a weight, or of a stack of some, that a method makes without text, by number.
+    used: how much each channel counts, f32[K]."""
     rows, outer = tensor.flatten(0, -2), list(tensor.shape[:-1])
-    found = method.parts(rows if method.quick else rows.float(), form, None)
+    found = method.parts(rows if method.quick else rows.float(), form, used)
     return {i: p.view(_dims(p.dtype, tuple(p.shape), outer)) for i, p in enumerate(found)}

@@ -24,8 +24,9 @@ times: each takes what is still float.
 
 How values are chosen, and in which form (`stored`), a method says (`methods`). One that reads text
 sees the target's step run over it (`engine.calibrate`), with products in float: activations that
-are rounded come later. A method that does better with text sees it where the user gives some. Each
-expert of a mixture has evidence of its own, of the tokens that chose it. One that saw fewer than
+are rounded come later. A method that does better with text is told how much the user's, or in 6
+bits and fewer the bundled one, uses each channel (`channel_use`). Each expert of a mixture has
+evidence of its own, of the tokens of the user's text that chose it. One that saw fewer than
 `expert_tokens` for each input channel of a product is done without there (rounded to nearest by a
 method that must see text), and a remark tells which those are. Experts of mixtures are rounded to
 nearest if the method stores weights in a form of its own, and so are the embedding and the head
@@ -46,6 +47,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -72,6 +74,7 @@ from ..engine.blocks import STACKS
 from ..engine.calibrate import calibrate, code_of
 from ..engine.functions import EVERY, edit_with_weights
 from ..engine.reopening import Reopened, float_name, reopened, stored_names
+from .channel_use import channel_use
 from .computed import computed
 from .methods.base import Method
 from .methods.rtn import RoundToNearest
@@ -120,6 +123,10 @@ class QuantizeWeights(Rounding):
     def helpful(self) -> TextSample | None:
         return self.sample if self.chooser.text_helps else None
 
+    @property
+    def bundled(self) -> bool:
+        return self.bits < 8 and not self.chooser.reads_text
+
     def reopen(self, program: Program, held: frozenset[str]) -> Reopened:
         """The source's weights of other bits, or in coarser groups, as floats."""
         return reopened(
@@ -140,6 +147,8 @@ class QuantizeWeights(Rounding):
         method, layers = self.chooser, self.layers(program)
         every = self._mixtures(program.step, program.weights)
         mixtures = {node: stacks for node, stacks in every.items() if self._sees(node, stacks)}
+        if method.text_helps and (evidence.bundled or not mixtures):
+            return self._weighed(program, evidence, layers)
         stacks = [weight for found in mixtures.values() for weight in found]
         names = Counter(weight.name for weight in (*(weight for _, weight in layers), *stacks))
         twice = [name for name, count in names.items() if count > 1]
@@ -165,6 +174,18 @@ class QuantizeWeights(Rounding):
         outcome = self._edited(program, named)
         told = unseen_experts(mixtures.values(), found, least, method)
         return replace(outcome, remarks=(*outcome.remarks, *told))
+
+    def _weighed(
+        self, program: Program, evidence: Evidence, layers: Sequence[tuple[torch.fx.Node, Weight]]
+    ) -> Outcome:
+        """The same as `run`, with channels of layers weighed by how much the text uses them."""
+        if not layers or Role.TARGET not in self._roles:
+            return self.run(program)
+        windows = evidence.sampled(self.sample, program)
+        said = partial(evidence.progress, "how much the text uses each channel")
+        outcome = self._edited(program, {}, channel_use(program, layers, windows, said))
+        told = ("no data was given: channels count by how much a bundled text uses them",)
+        return replace(outcome, remarks=outcome.remarks + told * evidence.bundled)
 
     def layers(self, program: Program) -> list[tuple[torch.fx.Node, Weight]]:
         """The products of the target's step that are chosen, without tables and the head."""
@@ -194,8 +215,11 @@ class QuantizeWeights(Rounding):
     def _roles(self) -> frozenset[Role]:
         return EVERY if self.role == "any" else frozenset({Role(self.role)})
 
-    def _edited(self, program: Program, learned: Mapping[str, Weight]) -> Outcome:
-        """learned: the parts of weights that a method has chosen."""
+    def _edited(
+        self, program: Program, learned: Mapping[str, Weight], used: Mapping[str, Weight] = {}
+    ) -> Outcome:
+        """learned: the parts of weights that a method has chosen. used: what channels of weights
+        count, f32[K] each."""
         _check_patterns((*self.select, *self.exclude), program)
         tables, nearest = vocabulary(program), list[torch.fx.Node]()
 
@@ -208,7 +232,8 @@ class QuantizeWeights(Rounding):
                 known = weight.name in tables
                 form = Form((self.numeric_of(weight, True),)) if known else self.form_of(weight)
                 method = RoundToNearest() if known else self.chooser
-                parts = self._parts(fn, weight, form, method, weights, learned)
+                use = None if known else used.get(weight.name)
+                parts = self._parts(fn, weight, form, method, weights, learned, use)
                 weights = weights.adding(*parts.values())
                 product.replace(node, weight.name, form, parts)
             for node, stacks in mixtures.items():
@@ -299,12 +324,14 @@ class QuantizeWeights(Rounding):
         method: Method,
         weights: WeightStore,
         learned: Mapping[str, Weight],
+        used: Weight | None = None,
     ) -> dict[str, Weight]:
-        """The parts of a weight that a method chooses, by name. Errors: `PassError` where it has
-        to see text, and has not seen what the weight is multiplied with."""
+        """The parts of a weight that a method chooses, by name. used: what channels count. Errors:
+        `PassError` where it has to see text, and has not seen what the weight is multiplied with.
+        """
         names = form.names(weight.name)
         if names[0] not in learned and not method.reads_text:
-            return computed(weight, form, method, weights)
+            return computed(weight, form, method, weights, used)
         if names[0] not in learned:
             raise PassError(
                 f"quantize_weights: {self.method} sees what the target's step multiplies, and "

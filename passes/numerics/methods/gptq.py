@@ -42,7 +42,7 @@ class Gptq(Method):
 
     def prepared(self, moments: Moments) -> Prepared:
         """Errors: as `inverse_factor`."""
-        return Prepared(importance(moments), inverse_factor(moments, self.damp))
+        return Prepared(importance(moments.hessian.diagonal()), inverse_factor(moments, self.damp))
 
     def quantize(self, weight: Tensor, numeric: Numeric, prepared: Prepared) -> Quantized:
         """See `round_with_feedback`."""

@@ -53,7 +53,7 @@ class LeastSquares(Method):
 
     def prepared(self, moments: Moments) -> Tensor:
         """How much each channel counts, f32[K]: see `importance`."""
-        return importance(moments)
+        return importance(moments.hessian.diagonal())
 
     def quantize(self, weight: Tensor, numeric: Numeric, prepared: Tensor | None) -> Quantized:
         """prepared: how much each channel counts f32[K]; None: as much as the others."""
@@ -96,9 +96,10 @@ class LeastSquares(Method):
         return found
 
 
-def importance(moments: Moments) -> Tensor:
-    """How much each channel counts, f32[K]: its mean square as a share of all channels' mean."""
-    squares = moments.hessian.diagonal().float().clone()
+def importance(squares: Tensor) -> Tensor:
+    """How much each channel counts, f32[K]: its mean square, up to a factor [K], as a share of all
+    channels' mean."""
+    squares = squares.float().clone()
     squares /= squares.mean().clamp(min=torch.finfo(torch.float32).tiny)
     return squares.clamp_(min=LEAST)
 
