@@ -34,6 +34,7 @@ from graftwork.passes.engine.plan_edits import with_plan
 from graftwork.passes.engine.validate import reference_logits
 from graftwork.passes.stepping.add_top_tokens import AddTopTokens
 from graftwork.runtime import generate
+from graftwork.runtime.scoring import score
 
 G = torch.ops.graftwork
 SHAPE = Shape(layers=6)
@@ -43,10 +44,12 @@ KINDS = {
 }
 
 
-def sparse(kind: str, rows: int = 7, shape: Shape = SHAPE, int8: bool = False) -> Program:
+def sparse(
+    kind: str, rows: int = 7, shape: Shape = SHAPE, int8: bool = False, **options: Any
+) -> Program:
     program = cached_llama(shape)
     program = in_int8().run(program).program if int8 else program
-    reading = ReadSparse(rows=rows, **KINDS[kind])
+    reading = ReadSparse(rows=rows, **KINDS[kind], **options)
     made = reading.apply(program, evidence_for(program)).program
     verify(made)
     return made
@@ -280,6 +283,21 @@ def test_as_many_rows_as_there_are_change_nothing(kind, target):
     torch.testing.assert_close(logits(sparse(kind, 300), TOKENS, [20], target), full)
     few = logits(sparse(kind, 3), TOKENS, [20], target)
     assert float((few - full).abs().max()) > 0.01 * float(full.abs().max())
+
+
+@pytest.mark.parametrize(("kind", "backend"), product(KINDS, ["eager", "onnxruntime"]))
+def test_prompts_read_everything_and_what_follows_does_not(kind, backend):
+    """As in the papers: a prompt has the model's own logits; with prefill="same" it does not."""
+    target, ids = Target(backend, threads=1), TOKENS[:1]
+    full = score(compile(cached_llama(SHAPE), target), ids)
+    few = compile(sparse(kind, 3), target)
+    torch.testing.assert_close(score(few, ids, ids.shape[1]), full, rtol=1e-4, atol=1e-4)
+    split = score(few, ids, 12)
+    torch.testing.assert_close(split[:, :12], full[:, :12], rtol=1e-4, atol=1e-4)
+    alike = score(compile(sparse(kind, 3, prefill="same"), target), ids, 12)
+    least = 0.01 * float(full.abs().max())
+    assert float((split[:, 12:] - full[:, 12:]).abs().max()) > least
+    assert float((alike[:, :12] - full[:, :12]).abs().max()) > least
 
 
 @pytest.mark.parametrize(
