@@ -18,8 +18,10 @@ from test_quantize_cache import TOKENS, logits
 from test_runtime_cached import padded
 from tiny import in_int8
 
+import graftwork as gw
 from graftwork.backends import Target, compile
 from graftwork.backends.torch import cpu
+from graftwork.cli.demo import demo_folder
 from graftwork.ir import InputError, PassError, Program, arguments, run, verify
 from graftwork.ir.ops.quantized_cache import quantize_rows, stored_values
 from graftwork.ir.ops.sparse import attend_rows, take_channels, top_rows, top_stored_rows
@@ -283,6 +285,13 @@ def test_as_many_rows_as_there_are_change_nothing(kind, target):
     torch.testing.assert_close(logits(sparse(kind, 300), TOKENS, [20], target), full)
     few = logits(sparse(kind, 3), TOKENS, [20], target)
     assert float((few - full).abs().max()) > 0.01 * float(full.abs().max())
+
+
+@pytest.mark.parametrize("recipe", one_in(3, ["tidaldecode", "double_sparsity", "shadowkv"]))
+def test_prompts_and_steps_share_their_merged_weights(recipe):
+    program = gw.optimize(demo_folder(), recipe, target="eager:cpu:float32").program
+    step, prefill = (program.function(name).weights for name in ("step", "prefill"))
+    assert {name for name in step ^ prefill if ".channels" not in name} == set()
 
 
 @pytest.mark.parametrize(("kind", "backend"), product(KINDS, ["eager", "onnxruntime"]))

@@ -97,7 +97,7 @@ class Merger:
 
     def merge_attention(self) -> None:
         """The projections of every attention."""
-        for node in self.fn.calls(G.attention.default, G.attend.default):
+        for node in self.fn.calls(G.attention.default, G.attend.default, G.attend_rows.default):
             self.merge([source_product(argument) for argument in node.args[:3]])
 
     def merge_gates(self) -> None:
