@@ -267,6 +267,28 @@ def native_top_stored_rows(make: Maker) -> Case:
     return Case("top_stored_rows", call, meaning, operands, how, fake=True)
 
 
+def native_chunk_rows(make: Maker) -> Case:
+    given, options = _picking(make, 6)
+    q, groups, draw = given["q"], given["groups"], make.random.choice
+    marks = torch.randint(-1, 2, (len(q), groups, draw((0, 9)), 6), generator=make.generator)
+    past = torch.tensor([draw((0, 3, 9, 19, 20, -1)) for _ in q])
+    how: dict[str, Any] = {"chunks": options["rows"], "chunk": draw((2, 2, 3)), "block": 4}
+    how |= {"latest": draw((3, 6)), "scale": 0.5, "softcap": options["softcap"]}
+
+    def meaning(*tensors: Any, **told: Any) -> Tensor:
+        *floats, mask, past = tensors
+        want(all(t.dtype == F32 for t in floats) and mask.dim() == 4 and mask.shape[3] > 0)
+        want(bool(((past >= 0) & (past <= mask.shape[3])).all()))
+        return sparse.chunk_rows(*tensors, **told)
+
+    def call(*tensors: Any, softcap: float | None, **told: Any) -> Any:
+        return native.OPS["chunk_rows"](*tensors, *told.values(), softcap or 0.0)
+
+    # What `past` is worth no shape rule knows.
+    operands = {"q": q, "marks": marks.float(), "mask": given["mask"], "past": past}
+    return Case("chunk_rows", call, meaning, operands, how)
+
+
 def native_take_channels(make: Maker) -> Case:
     q, groups = (_picking(make, 8)[0][name] for name in ("q", "groups"))
     last = 8 + (make.random.random() < 0.1)
@@ -394,6 +416,7 @@ MAKERS: list[Callable[[Maker], Case]] = [
     native_attend_rows,
     native_top_rows,
     native_top_stored_rows,
+    native_chunk_rows,
     native_take_channels,
     recurrences.native_linear_attention_step,
     recurrences.native_linear_attention_step_int8,
