@@ -8,8 +8,8 @@ Before::
 
 After, with 4 bits for layers and 8 for the embedding, in groups of 32::
 
-    %h: f32[B,T,64] = graftwork.quantized_embedding(%tokens, @embed.q8, @embed.q8.scale,
-      @embed.q8.offset, bits=8, group=32)
+    %h: f32[B,T,64] = graftwork.quantized_embedding(%tokens, @embed.q8, @embed.q8.scale, bits=8,
+      group=32)
     %y: f32[B,T,96] = graftwork.quantized_linear(%h, @up.weight.q4, @up.weight.q4.scale,
       @up.weight.q4.offset, bits=4, group=32)
     %z: f32[B*T,64] = graftwork.quantized_moe(%r, %experts, %w, @gate_up.q4, @gate_up.q4.scale,
@@ -94,7 +94,7 @@ class QuantizeWeights(Rounding):
     options. windows, length: windows of text (0: as many as the method asks for), and tokens of
     each (at most the model's context), for a method that reads some. scales: what scales and
     offsets are stored as. embedding: whether the table that tokens are looked up in and the head
-    that gives logits are quantized, tied or not; or in how many bits, 8 with one scale a row.
+    that gives logits are quantized, tied or not; or in how many bits, 8 without offsets.
     select, exclude: of these, only, or not, the weights with these names (shell patterns). rounded:
     activations are rounded to int8 by row; if not, products are float. role: only weights of
     functions whose results count (target), or are verified (draft). span: so many activations share

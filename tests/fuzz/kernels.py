@@ -38,6 +38,7 @@ from graftwork.ir.ops import (
 
 sys.path.append(str(Path(__file__).parents[1]))
 import few_bits
+import picked
 import recurrences
 from operands import F32, Case, Maker, want
 
@@ -221,100 +222,8 @@ def native_attend_rows(make: Maker) -> Case:
     return Case("attend_rows", call, meaning, operands, options, tolerance=near)
 
 
-def _picking(make: Maker, width: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Queries and a mask over 19 rows, as whole numbers: products are exact; and options."""
-    draw, groups, tokens = make.random.choice, make.random.choice((1, 2)), make.size()
-    shape = draw((1, 2)), groups * draw((1, 3)), tokens, width
-    q = torch.randint(-3, 4, shape, generator=make.generator).float()
-    mask = torch.rand(shape[0], 1, tokens, 19, generator=make.generator) < draw((0.0, 0.6, 1.0))
-    options = {"rows": draw((0, 1, 4, 30)), "scale": 0.25, "softcap": draw((None, 5.0))}
-    return {"q": q, "groups": groups, "mask": mask}, options
-
-
-def native_top_rows(make: Maker) -> Case:
-    given, options = _picking(make, make.random.choice((1, 8, 24)))
-    q, groups = given["q"], given["groups"]
-    k = torch.randint(-3, 4, (len(q), groups, 19, q.shape[3]), generator=make.generator).float()
-
-    def meaning(*tensors: Any, **how: Any) -> Tensor:
-        want(all(t.dtype == F32 for t in tensors[:2]))
-        return sparse.top_rows(*tensors, **how)
-
-    def call(*tensors: Any, rows: int, scale: float, softcap: float | None) -> Any:
-        return native.OPS["top_rows"](*tensors, rows, scale, softcap or 0.0)
-
-    operands = {"q": q, "k": k, "mask": given["mask"]}
-    return Case("top_rows", call, meaning, operands, options, fake=True)
-
-
-def native_top_stored_rows(make: Maker) -> Case:
-    bits, _, width = _stored(make)
-    given, options = _picking(make, width)
-    shape = len(given["q"]), given["groups"], 19
-    codes = torch.randint(0, 256, (*shape, width * bits // 8), generator=make.generator)
-    steps = torch.randint(-2, 3, (*shape, 2), generator=make.generator).float()
-
-    def meaning(*tensors: Any, **how: Any) -> Tensor:
-        want(tensors[0].dtype == F32)
-        return sparse.top_stored_rows(*tensors, **how)
-
-    def call(*tensors: Any, bits: int, rows: int, scale: float, softcap: float | None) -> Any:
-        return native.OPS["top_stored_rows"](*tensors, bits, rows, scale, softcap or 0.0)
-
-    operands = {"q": given["q"], "codes": codes.to(torch.uint8), "steps": steps}
-    operands["mask"] = given["mask"]
-    how = {"bits": bits, **options}
-    return Case("top_stored_rows", call, meaning, operands, how, fake=True)
-
-
-def native_chunk_rows(make: Maker) -> Case:
-    given, options = _picking(make, 6)
-    q, groups, draw = given["q"], given["groups"], make.random.choice
-    marks = torch.randint(-1, 2, (len(q), groups, draw((0, 9)), 6), generator=make.generator)
-    past = torch.tensor([draw((0, 3, 9, 19, 20, -1)) for _ in q])
-    how: dict[str, Any] = {"chunks": options["rows"], "chunk": draw((2, 2, 3)), "block": 4}
-    how |= {"latest": draw((3, 6)), "scale": 0.5, "softcap": options["softcap"]}
-
-    def meaning(*tensors: Any, **told: Any) -> Tensor:
-        *floats, mask, past = tensors
-        want(all(t.dtype == F32 for t in floats) and mask.dim() == 4 and mask.shape[3] > 0)
-        want(bool(((past >= 0) & (past <= mask.shape[3])).all()))
-        return sparse.chunk_rows(*tensors, **told)
-
-    def call(*tensors: Any, softcap: float | None, **told: Any) -> Any:
-        return native.OPS["chunk_rows"](*tensors, *told.values(), softcap or 0.0)
-
-    # What `past` is worth no shape rule knows.
-    operands = {"q": q, "marks": marks.float(), "mask": given["mask"], "past": past}
-    return Case("chunk_rows", call, meaning, operands, how)
-
-
-def native_take_channels(make: Maker) -> Case:
-    q, groups = (_picking(make, 8)[0][name] for name in ("q", "groups"))
-    last = 8 + (make.random.random() < 0.1)
-    channels = torch.randint(0, last, (groups, 3), generator=make.generator)
-
-    def meaning(x: Tensor, channels: Tensor) -> Tensor:
-        want(x.dtype == F32 and bool(((channels >= 0) & (channels < x.shape[-1])).all()))
-        return sparse.take_channels(x, channels)
-
-    # What channels are worth no shape rule knows.
-    operands = {"x": q, "channels": channels}
-    return Case("take_channels", native.OPS["take_channels"], meaning, operands, {})
-
-
-def _stored(make: Maker) -> tuple[int, bool, int]:
-    """Bits, whether rows are turned, and a row's width, now and then one that does not fit them."""
-    bits, turned = make.random.choice((4, 8)), make.random.random() < 0.5
-    width = make.random.choice((2, 8, 64) if turned else (2, 6, 34))
-    strange = make.random.random()
-    if strange < 0.1:
-        return make.random.choice((0, 3, 32)), turned, width
-    return bits, turned, width if strange < 0.9 else make.random.choice((1, 6, 7))
-
-
 def native_quantize_rows(make: Maker) -> Case:
-    bits, turned, width = _stored(make)
+    bits, turned, width = picked.stored(make)
     rows = (make.random.choice((1, 2)), make.random.choice((1, 3)), make.size())
 
     def meaning(x: Tensor, **how: Any) -> Any:
@@ -334,7 +243,7 @@ def native_quantize_rows(make: Maker) -> Case:
 
 
 def native_attend_quantized(make: Maker) -> Case:
-    bits, turned, wide = _stored(make)
+    bits, turned, wide = picked.stored(make)
     case = attend(make)
     given, sizes = case.operands, tuple(case.operands["k"].shape[:3])
     operands: dict[str, Any] = {"q": make.numbers(*given["q"].shape[:3], wide)}
@@ -414,10 +323,10 @@ MAKERS: list[Callable[[Maker], Case]] = [
     native_attend_grouped,
     native_attend_part,
     native_attend_rows,
-    native_top_rows,
-    native_top_stored_rows,
-    native_chunk_rows,
-    native_take_channels,
+    picked.native_top_rows,
+    picked.native_top_stored_rows,
+    picked.native_chunk_rows,
+    picked.native_take_channels,
     recurrences.native_linear_attention_step,
     recurrences.native_linear_attention_step_int8,
     recurrences.native_causal_conv_step,
