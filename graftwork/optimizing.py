@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -46,9 +46,6 @@ from .tracing.kept_programs import (
     write_program,
 )
 from .tracing.traced import Source, Traced
-
-if TYPE_CHECKING:
-    pass
 
 
 def transform(
