@@ -143,7 +143,29 @@ class Scores(NamedTuple):
     agreement: list[float]
 
 
-def scores(model: gw.Model, reference: gw.Model, windows: torch.Tensor) -> Scores:
+class Remembered:
+    """A model that others are set beside: logits f32[B,S,V] of ids i64[B,S], those of the first
+    `KEPT` bytes computed once."""
+
+    KEPT = 8 << 30
+
+    def __init__(self, model: gw.Model) -> None:
+        self.program, self.report, self._model = model.program, model.report, model
+        self._known: dict[bytes, torch.Tensor] = {}
+        self._left = self.KEPT
+
+    def __call__(self, input_ids: torch.Tensor, /) -> torch.Tensor:
+        key = input_ids.numpy().tobytes()
+        known = self._known.get(key)
+        if known is None:
+            known = self._model(input_ids)
+            if known.nbytes <= self._left:
+                self._left -= known.nbytes
+                self._known[key] = known
+        return known
+
+
+def scores(model: gw.Model | Remembered, reference: Remembered, windows: torch.Tensor) -> Scores:
     found = Scores([], [], [])
     for window in windows:
         wanted = reference(window[None])[0, :-1].float().log_softmax(-1)
@@ -252,7 +274,7 @@ def main() -> None:
         asked = args.calibration, held, args.calibration_tokens
         documents = calibration_ids(models[REFERENCE], *asked)
     rows: dict[str, dict[str, Any]] = {}
-    reference = models[REFERENCE]
+    reference = Remembered(models[REFERENCE])
     scored = {REFERENCE: scores(reference, reference, windows)}
     for name, recipe in {REFERENCE: None, **recipes}.items():
         start = time.perf_counter()

@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from quality import Remembered
 
 import graftwork as gw
 from graftwork.backends import Target
@@ -102,6 +103,7 @@ class Plain:
         self.path, self.args = path, args
         self.target = Target.parse(args.target, threads=args.threads)
         self.model = gw.optimize(path, "baseline", target=self.target)
+        self.reading = Remembered(self.model)
         self.prompts = prompts_of(args.prompts, self.model, path.stem, args.count)
 
     def texts(self, most: int) -> Iterator[tuple[str, list[list[int]]]]:
@@ -159,7 +161,7 @@ def cell(plain: Plain, recipe: Recipe) -> dict[str, Any]:
     if recipe.contract == "approximate":
         rows = any(Effect.CACHE_CONTENTS in step.pass_.effects for step in recipe.steps)
         for label, ids in plain.texts(ROWS if rows else TOKENS):
-            row[label] = cost_of(made, plain.model, ids).model_dump(exclude={"text", "speed"})
+            row[label] = cost_of(made, plain.reading, ids).model_dump(exclude={"text", "speed"})
         if rows and args.text:
             row["caches"] = made.cache_bytes() / plain.model.cache_bytes()
     return row
