@@ -50,11 +50,11 @@ inline int32_t four_bytes(const int8_t* from) {
 // rows sums fit in registers. `beside`: places are in pairs of bytes, and beside a mark one is looked
 // up in the other table. CHAINS: of sums that wait for each other, as many as fill the time.
 // `reals<J>` and `look_up<J>` are of byte J of those of each output, the latter in a `Book` of floats.
-// MANY: from so many rows on, weights are unpacked once for all of them, and sums of MANY_ROWS fit
-// in registers; 0 where nothing is faster than `add`. `ManyOf` a format: how. A step of weights is
-// unpacked to WIDTH lines, each as long as it, a row's values have WIDTH bytes, and its `add` takes
-// four bytes of a row and of each output. The products of `limit` lines fit in its sums, of which
-// `whole` makes numbers.
+// MANY_ROWS: where weights may be unpacked once for many rows, sums of so many fit in registers; 0
+// where nothing is faster than `add`. `ManyOf` a format: how. From MANY rows on that is faster. A step
+// of weights is unpacked to WIDTH lines, each as long as it, a row's values have WIDTH bytes, and its
+// `add` takes four bytes of a row and of each output. The products of `limit` lines fit in its sums, of
+// which `whole` makes numbers.
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
@@ -65,7 +65,6 @@ struct Processor {
     typedef __m512 Real;
     static constexpr int PARTS = 1;
     static constexpr int ROWS = 8;
-    static constexpr int MANY = 0;
     static constexpr int MANY_ROWS = 0;
     template <class Format>
     struct ManyOf;
@@ -163,7 +162,6 @@ struct Processor {
     typedef __m256 Real;
     static constexpr int PARTS = 2;
     static constexpr int ROWS = 4;
-    static constexpr int MANY = 16;
     static constexpr int MANY_ROWS = 6;
     static constexpr int CHAINS = 1;
     static constexpr int LANES = OUTPUTS / PARTS;
@@ -223,6 +221,7 @@ struct Processor {
     template <bool WIDENED>
     struct Many {
         static constexpr int WIDTH = WIDENED ? 2 : 1;
+        static constexpr int MANY = WIDENED ? 12 : 4;
 
         static constexpr int64_t limit(int bits) {
             return WIDENED ? INT64_MAX / 2 : INT16_MAX / (2 * 127 * ((1 << bits) - 1));
@@ -303,7 +302,6 @@ struct Processor {
     };
     static constexpr int PARTS = 1;
     static constexpr int ROWS = 2;
-    static constexpr int MANY = 0;
     static constexpr int MANY_ROWS = 0;
     template <class Format>
     struct ManyOf;

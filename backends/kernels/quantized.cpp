@@ -5,11 +5,11 @@
 
 #include "quantized.h"
 
-#include <cmath>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "rounded_rows.h"
 #include "tile_weights.h"
 
 namespace {
@@ -17,132 +17,6 @@ namespace {
 using namespace graftwork;
 
 int64_t tile_bytes(const Weights& w) { return w.units() * blocks_of(w) * block_bytes(w.bits); }
-
-// What products are to have added for each value of x, because bytes stand for weights.
-int32_t start_of(const Weights& w) {
-    const int32_t zero = w.table ? 128 : w.offset ? 0 : 1 << (w.bits - 1);
-    return (w.table || w.bits == 8 ? Processor::LEFT<true> : Processor::LEFT<false>) - zero;
-}
-
-struct Tile;
-struct Rows;
-
-// How rows are multiplied with a tile: in gangs of at most `together`, as numbers of `width` bytes.
-struct Way {
-    void (*every_row)(const Tile&, const Rows&, float*);
-    int together, width;
-};
-
-// Rows of x as whole numbers, in gangs: four bytes of each of a gang's rows one after the other,
-// then the next four. starts [gang: units, rows]: what sums of products begin with, so that the
-// weights' zero comes off them. sums [gang: groups, rows]: of each row's values in a group. What
-// sums are multiplied with: steps [gang: spans, rows] at once, scales [rows] at the end.
-struct Rows {
-    Way way;
-    int64_t count, row_bytes;  // with values that fill groups up
-    int8_t* values;
-    int32_t* starts;
-    float *sums, *steps, *scales;
-
-    int64_t gangs() const { return (count + way.together - 1) / way.together; }
-    // Gangs of about the same size.
-    int64_t first(int64_t gang) const { return count * gang / gangs(); }
-};
-
-// Vectors of the processor's width: compilers take wider ones apart number by number.
-constexpr int LANES = OUTPUTS / Processor::PARTS;
-typedef float Floats __attribute__((vector_size(LANES * sizeof(float))));
-typedef int32_t Wholes __attribute__((vector_size(LANES * sizeof(int32_t))));
-typedef int16_t Shorts __attribute__((vector_size(LANES * sizeof(int16_t))));
-typedef int8_t Bytes __attribute__((vector_size(LANES)));
-
-template <class V, class T>
-V some(const T* from, int64_t count) {
-    V value = {};
-    // A size that is known is a load; another one is a call, and waits for memory to come back.
-    if (count >= LANES)
-        std::memcpy(&value, from, sizeof(V));
-    else if (count > 0)
-        std::memcpy(&value, from, count * sizeof(T));
-    return value;
-}
-
-// The scale of a row: its largest absolute value is 127 steps. No number if one of its values is
-// infinite or no number.
-float scale_of(const float* x, int64_t K) {
-    Wholes most = {};
-    for (int64_t k = 0; k < K; k += LANES) {
-        // Of positive floats the larger one has the larger bits.
-        const Wholes size = some<Wholes>(x + k, K - k) & 0x7fffffff;
-        most = size > most ? size : most;
-    }
-    int32_t bits = 0;
-    for (int lane = 0; lane < LANES; lane++) bits = std::max(bits, most[lane]);
-    float largest;
-    std::memcpy(&largest, &bits, sizeof(largest));
-    if (bits >= 0x7f800000) return std::nanf("");
-    const float scale = largest / 127.0f;
-    return scale > 0 ? scale : 1.0f;
-}
-
-// Round a row of x [K] to vectors V, one of `ganged` rows whose values, starts, sums and steps these
-// are. Returns what its results are to be multiplied with.
-template <class V>
-float round_row(
-    const float* x,
-    const Weights& w,
-    int64_t ganged,
-    int8_t* values,
-    int32_t* starts,
-    float* sums,
-    float* steps) {
-    constexpr float magic = 12582912.0f;  // what has no room for fractions: halves go to even
-    const Floats most = Floats{} + 127.0f;
-    const int32_t start = start_of(w);
-    const int64_t unit = w.unit(), each = w.span ? w.span : w.K;
-    float scale = 1, step = 1;
-    for (int64_t at = 0; at < w.K; at += unit, starts += ganged) {
-        if (at % each == 0) {
-            scale = scale_of(x + at, each);
-            *steps = step = w.span ? scale : 1.0f;
-            steps += ganged;
-        }
-        const bool fine = scale > 0;
-        const Floats by = Floats{} + (fine ? scale : 1.0f);
-        const int64_t padded = blocks_of(w) * DEPTH;
-        Wholes total = {};
-        for (int64_t k = 0; k < padded; k += LANES, values += ganged * sizeof(V)) {
-            Floats value = some<Floats>(x + at + k, unit - k) / by;
-            value = value > most ? most : value < -most ? -most : value;
-            value = (value + magic) - magic;
-            const Wholes whole = fine ? __builtin_convertvector(value, Wholes) : Wholes{};
-            total += whole;
-            const V found = __builtin_convertvector(whole, V);
-            for (size_t to = 0; to < sizeof(V); to += WORD)
-                std::memcpy(values + to * ganged, (const char*)&found + to, WORD);
-        }
-        int32_t all = 0;
-        for (int lane = 0; lane < LANES; lane++) all += total[lane];
-        *starts = start * all;
-        float& sum = sums[at / w.group * ganged];
-        sum = at % w.group ? std::fma(float(all), step, sum) : float(all) * step;
-    }
-    return w.span ? 1.0f : scale;
-}
-
-void round_gang(const float* x, const Weights& w, const Rows& rows, int64_t gang) {
-    const int64_t begin = rows.first(gang), ganged = rows.first(gang + 1) - begin;
-    const auto round = rows.way.width == 1 ? round_row<Bytes> : round_row<Shorts>;
-    for (int64_t r = 0; r < ganged; r++)
-        rows.scales[begin + r] =
-            round(x + (begin + r) * w.K,
-                  w,
-                  ganged,
-                  rows.values + begin * rows.row_bytes + r * WORD,
-                  rows.starts + begin * w.units() + r,
-                  rows.sums + begin * w.groups() + r,
-                  rows.steps + begin * w.spans() + r);
-}
 
 Processor::Real reals(const void* from, bool half, int64_t at, int part) {
     return half ? Processor::reals((const uint16_t*)from + at, part)
@@ -186,43 +60,132 @@ void give(
     }
 }
 
+// What a gang's rows have, from its first one on: see `Rows`.
+struct Gang {
+    const int8_t* values;
+    const int32_t* starts;
+    const float *sums, *steps;
+    int64_t each;  // units that share a step
+};
+
+// Adds a gang's products with a tile to totals, unit by unit.
+template <int ROWS, class Source>
+INLINE void add_units(
+    const Tile& tile, const Source& source, Gang gang, Sums<Processor::Real, ROWS>& totals) {
+    const Weights& w = *tile.of;
+    const int64_t groups = w.groups(), several = w.group / w.unit();
+    const int64_t bytes = blocks_of(w) * DEPTH * Source::WIDTH;
+    int64_t u = 0, left = gang.each;
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t at = (tile.number * groups + g) * OUTPUTS;
+        Sums<Processor::Real, ROWS> inner;
+        for (int64_t i = 0; i < several; i++, u++) {
+            Sums<Processor::Whole, ROWS> found;
+            source.template add_unit<ROWS>(u, gang.values, gang.starts, found);
+#pragma GCC unroll 32
+            for (int n = 0; n < Processor::PARTS * ROWS; n++) {
+                const int part = n / ROWS, r = n % ROWS;
+                const Processor::Real one = Processor::real(found[part][r]);
+                const Processor::Real by = Processor::real(gang.steps[r]);
+                inner[part][r] = i == 0 ? Processor::product(one, by)
+                                        : Processor::fused(one, by, inner[part][r]);
+            }
+            gang.values += bytes * ROWS;
+            gang.starts += ROWS;
+            if (--left == 0) {
+                gang.steps += ROWS;
+                left = gang.each;
+            }
+        }
+        const auto product = [&](int part, int r) { return inner[part][r]; };
+        const auto sum = [&](int, int r) { return Processor::real(gang.sums[g * ROWS + r]); };
+        add_scaled<ROWS>(product, w.scale, w.half_scale, at, totals);
+        if (w.offset) add_scaled<ROWS>(sum, w.offset, w.half_offset, at, totals);
+    }
+}
+
+// The same where units are groups, in one function whose loop has the registers for a group's sums.
+template <int ROWS, bool OFFSETS, class Many>
+__attribute__((noinline)) void add_groups(
+    const Tile& tile, const Unpacked<Many>& source, Gang gang, Sums<Processor::Real, ROWS>& totals) {
+    constexpr int PARTS = Processor::PARTS;
+    const Weights& w = *tile.of;
+    const int64_t groups = w.groups();
+    const Line* line = source.lines;
+    for (int64_t g = 0, left = gang.each; g < groups; g++) {
+        Sums<Processor::Bytes, ROWS> found;
+#pragma GCC unroll 32
+        for (int i = 0; i < PARTS * ROWS; i++) found[i / ROWS][i % ROWS] = Many::zero();
+        for (const Line* const end = line + source.each; line < end; line++) {
+            source.template multiply<ROWS>(line, gang.values, found);
+            gang.values += ROWS * WORD;
+        }
+        Processor::Real scale[PARTS], offset[PARTS];
+        const int64_t at = (tile.number * groups + g) * OUTPUTS;
+#pragma GCC unroll 2
+        for (int part = 0; part < PARTS; part++) {
+            scale[part] = reals(w.scale, w.half_scale, at, part);
+            if constexpr (OFFSETS) offset[part] = reals(w.offset, w.half_offset, at, part);
+        }
+#pragma GCC unroll 32
+        for (int i = 0; i < PARTS * ROWS; i++) {
+            const int part = i % PARTS, r = i / PARTS;
+            const Processor::Whole sum =
+                Processor::sum(Many::whole(found[part][r]), Processor::whole(gang.starts[r]));
+            const Processor::Real value =
+                Processor::product(Processor::real(sum), Processor::real(gang.steps[r]));
+            Processor::Real total = Processor::fused(value, scale[part], totals[part][r]);
+            if constexpr (OFFSETS)
+                total = Processor::fused(Processor::real(gang.sums[r]), offset[part], total);
+            totals[part][r] = total;
+        }
+        gang.starts += ROWS;
+        gang.sums += ROWS;
+        if (--left == 0) {
+            gang.steps += ROWS;
+            left = gang.each;
+        }
+    }
+}
+
+template <int ROWS, class Format>
+INLINE void add_products(
+    const Tile& tile,
+    const AsPacked<Format>& source,
+    const Gang& gang,
+    Sums<Processor::Real, ROWS>& totals) {
+    add_units<ROWS>(tile, source, gang, totals);
+}
+
+template <int ROWS, class Many>
+INLINE void add_products(
+    const Tile& tile,
+    const Unpacked<Many>& source,
+    const Gang& gang,
+    Sums<Processor::Real, ROWS>& totals) {
+    const Weights& w = *tile.of;
+    if (w.unit() != w.group || source.each > source.limit)
+        return add_units<ROWS>(tile, source, gang, totals);
+    if (w.offset) return add_groups<ROWS, true>(tile, source, gang, totals);
+    add_groups<ROWS, false>(tile, source, gang, totals);
+}
+
 // Products of a gang of ROWS rows, from its first one on, with a tile: of y the tile's columns.
 template <int ROWS, class Source>
 __attribute__((noinline)) void tile_products(
     const Tile& tile, const Source& source, const Rows& rows, int64_t first, float* y) {
     const Weights& w = *tile.of;
-    const int64_t groups = w.groups(), unit = w.unit(), bytes = rows.row_bytes / w.units();
-    const int64_t each = w.span ? w.span : w.K;
-    const int8_t* values = rows.values + first * rows.row_bytes;
-    const int32_t* starts = rows.starts + first * w.units();
-    const float* sums = rows.sums + first * groups;
-    const float* steps = rows.steps + first * w.spans();
+    const Gang gang = {
+        rows.values + first * rows.row_bytes,
+        rows.starts + first * w.units(),
+        rows.sums + first * w.groups(),
+        rows.steps + first * w.spans(),
+        w.units() / w.spans()};
     Sums<Processor::Real, ROWS> totals;
 #pragma GCC unroll 32
     for (int i = 0; i < Processor::PARTS * ROWS; i++)
         totals[i / ROWS][i % ROWS] = Processor::real(0.0f);
-    for (int64_t g = 0; g < groups; g++) {
-        const int64_t at = (tile.number * groups + g) * OUTPUTS;
-        Sums<Processor::Real, ROWS> inner;
-        for (int64_t k = g * w.group; k < (g + 1) * w.group; k += unit) {
-            const int64_t u = k / unit;
-            const float* const step = steps + k / each * ROWS;
-            Sums<Processor::Whole, ROWS> found;
-            source.template add_unit<ROWS>(u, values + u * bytes * ROWS, starts + u * ROWS, found);
-#pragma GCC unroll 32
-            for (int i = 0; i < Processor::PARTS * ROWS; i++) {
-                const int part = i / ROWS, r = i % ROWS;
-                const Processor::Real one = Processor::real(found[part][r]);
-                const Processor::Real by = Processor::real(step[r]);
-                inner[part][r] = k == g * w.group ? Processor::product(one, by)
-                                                  : Processor::fused(one, by, inner[part][r]);
-            }
-        }
-        const auto product = [&](int part, int r) { return inner[part][r]; };
-        const auto sum = [&](int, int r) { return Processor::real(sums[g * ROWS + r]); };
-        add_scaled<ROWS>(product, w.scale, w.half_scale, at, totals);
-        if (w.offset) add_scaled<ROWS>(sum, w.offset, w.half_offset, at, totals);
-    }
+    add_products<ROWS>(tile, source, gang, totals);
     give<ROWS>(tile, rows.scales + first, totals, y + first * w.N);
 }
 
@@ -264,9 +227,10 @@ void many_rows(const Tile& tile, const Rows& rows, float* y) {
 // The one place where the number of rows decides.
 template <class Format, class P = Processor>
 Way way_of_rows(int64_t count) {
-    if constexpr (P::MANY > 0)
-        if (count >= P::MANY)
-            return {many_rows<Format>, P::MANY_ROWS, P::template ManyOf<Format>::WIDTH};
+    if constexpr (P::MANY_ROWS > 0) {
+        typedef typename P::template ManyOf<Format> Many;
+        if (count >= Many::MANY) return {many_rows<Format>, P::MANY_ROWS, Many::WIDTH};
+    }
     return {few_rows<Format>, P::ROWS, 1};
 }
 

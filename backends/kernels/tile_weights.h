@@ -141,6 +141,7 @@ const Line* unpacked(const Tile& tile) {
 template <class Many>
 struct Unpacked {
     static constexpr int MOST = Processor::MANY_ROWS;
+    static constexpr int WIDTH = Many::WIDTH;
     const Line* lines;  // [units, each]
     int64_t each, limit;
 
@@ -170,6 +171,21 @@ struct Unpacked {
         }
     }
 
+    // Adds the products of a line.
+    template <int ROWS>
+    static INLINE void multiply(
+        const Line* line, const int8_t* values, Sums<Processor::Bytes, ROWS>& sums) {
+        constexpr int PARTS = Processor::PARTS;
+        Processor::Bytes weights[PARTS];
+#pragma GCC unroll 2
+        for (int part = 0; part < PARTS; part++) weights[part] = Processor::bytes(line->at, part);
+#pragma GCC unroll 32
+        for (int i = 0; i < PARTS * ROWS; i++) {
+            const int part = i % PARTS, r = i / PARTS;
+            Many::add(sums[part][r], weights[part], values + r * WORD);
+        }
+    }
+
     // The products of some lines. Not inlined, so that their sums have the registers.
     template <int ROWS>
     static __attribute__((noinline)) void multiply(
@@ -181,17 +197,8 @@ struct Unpacked {
         Sums<Processor::Bytes, ROWS> sums;
 #pragma GCC unroll 32
         for (int i = 0; i < PARTS * ROWS; i++) sums[i / ROWS][i % ROWS] = Many::zero();
-        for (const Line* const end = line + count; line < end; line++, values += ROWS * WORD) {
-            Processor::Bytes weights[PARTS];
-#pragma GCC unroll 2
-            for (int part = 0; part < PARTS; part++)
-                weights[part] = Processor::bytes(line->at, part);
-#pragma GCC unroll 32
-            for (int i = 0; i < PARTS * ROWS; i++) {
-                const int part = i % PARTS, r = i / PARTS;
-                Many::add(sums[part][r], weights[part], values + r * WORD);
-            }
-        }
+        for (const Line* const end = line + count; line < end; line++, values += ROWS * WORD)
+            multiply<ROWS>(line, values, sums);
 #pragma GCC unroll 32
         for (int i = 0; i < PARTS * ROWS; i++)
             found[i / ROWS][i % ROWS] = Many::whole(sums[i / ROWS][i % ROWS]);
