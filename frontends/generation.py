@@ -16,6 +16,7 @@ from ..ir.support.files import read_json
 ASSETS = (
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "config.json",
     "generation_config.json",
     "merges.txt",

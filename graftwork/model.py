@@ -15,6 +15,8 @@ from .artifact import saved
 from .artifact.shards import checked
 from .backends import compile as compile_for
 from .backends.target import Target
+from .chat.chats import Chats
+from .chat.files import Config, Settings, config_of
 from .data.prompts import as_ids
 from .exporting.exports import Exports
 from .ir import InputError, Program
@@ -71,7 +73,7 @@ def _shifted(model: Model, bits: int) -> Model:
 
 
 @dataclass(frozen=True)
-class Model(Exports):
+class Model(Exports, Chats):
     """A transformed model for a target. program: prints as text. recipe: as plain data. report: of
     the passes; None if it was not made by `optimize`."""
 
@@ -114,6 +116,41 @@ class Model(Exports):
             self.__dict__[_COMPILED] = compile_for(checked(self.program), self.target)
         made: Executable = self.__dict__[_COMPILED]
         return made
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs; prompts may lie anywhere."""
+        return torch.device(self.target.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations that no pass gave other bits."""
+        return self.target.dtype
+
+    @cached_property
+    def config(self) -> Config:
+        """The checkpoint's config.json as attributes (``.to_dict()``), or, without that file, what
+        the program knows. Errors: `InputError` for a damaged file."""
+        return config_of(self.program)
+
+    @property
+    def generation_config(self) -> Settings:
+        """The checkpoint's defaults of `generate` by name, a copy: ``eos_token_id``,
+        ``do_sample``, ``temperature``, ..."""
+        return Settings(self.program.info.generation_config)
+
+    def can_generate(self) -> bool:
+        """True: what transformers' pipelines ask."""
+        return True
+
+    def to(self, device: torch.device | str) -> Model:
+        """This model, if it runs there. Errors: `InputError` for another device than its own."""
+        if torch.device(device).type != self.device.type:
+            raise InputError(
+                f"to({str(device)!r}): the model was made for {self.target}; optimize it with "
+                f"target= for another device, or give a pipeline device={str(self.device)!r}"
+            )
+        return self
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

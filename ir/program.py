@@ -101,6 +101,15 @@ class ModelInfo:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        """End, begin and pad tokens, and the defaults that `generate` takes, by transformers'
+        names."""
+        eos: Any = self.eos[0] if len(self.eos) == 1 else [*self.eos] or None
+        tokens = {"bos_token_id": self.bos, "eos_token_id": eos, "pad_token_id": self.pad}
+        known = {name: value for name, value in tokens.items() if value is not None}
+        return {**known, **self.defaults.supported}
+
 
 @dataclass(frozen=True)
 class PassRecord:

@@ -18,7 +18,7 @@ import onnx_ir as oir
 
 from .._version import __version__
 from ..artifact.destinations import check_folder
-from ..ir import InputError, ModelInfo, Program, UnsupportedError
+from ..ir import InputError, Program, UnsupportedError
 from ..ir.plan.contract import Contract
 from ..ir.support.files import LARGE, read_bytes
 from ..ir.support.scratch import replacing
@@ -61,7 +61,7 @@ def write_folder(
                 )
             (new / name).write_bytes(read_bytes(source, LARGE))
         if GENERATION not in program.assets:
-            write_json(new / GENERATION, generation_config(program.info))
+            write_json(new / GENERATION, program.info.generation_config)
         if CARD not in program.assets:
             (new / CARD).write_text(card_text(program, card), encoding="utf-8")
     return folder
@@ -90,18 +90,6 @@ def refuse_other_states(program: Program) -> None:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write indented JSON."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def generation_config(info: ModelInfo) -> dict[str, Any]:
-    """A transformers generation_config.json, for models without one."""
-    eos = list(info.eos)
-    tokens = {
-        "bos_token_id": info.bos,
-        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-        "pad_token_id": info.pad,
-    }
-    known = {name: value for name, value in tokens.items() if value is not None}
-    return {**known, **info.defaults.supported}
 
 
 def describe(program: Program, model: oir.Model, doc: str) -> None:
