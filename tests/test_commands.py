@@ -65,8 +65,8 @@ def cases() -> Iterator[Any]:
     seen: set[tuple[str, str, str]] = set()
     for form in FORMS:
         command, *rest = form.split()
-        if command == "demo":
-            continue  # `tests/test_demo.py`
+        if command in ("demo", "chat"):
+            continue  # `tests/test_demo.py`, `tests/test_chat.py`
         kinds = ["folder"]
         if {"MODEL", "MODEL_OR_DIR"} & set(rest):
             kinds = ["folder", "gguf", "onnx"]
@@ -141,7 +141,7 @@ def test_every_command_line_of_the_docs_runs(
 @pytest.mark.parametrize("line", LINES)
 def test_options_that_the_docs_name_are_there(line: str) -> None:
     command = COMMANDS[line.split()[0]]
-    there = {option for parameter in command.params for option in parameter.opts}
+    there = {o for option in command.params for o in (*option.opts, *option.secondary_opts)}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", line))
     assert named <= there, named - there
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -120,7 +121,11 @@ def test_options_of_generate_are_checked_before_a_model_is_read(
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--version") == 0
-    assert capsys.readouterr().out == f"graftwork {gw.__version__}\n"
+    said = capsys.readouterr().out
+    assert said.startswith(
+        f"graftwork {gw.__version__} (Python {platform.python_version()}, torch "
+    )
+    assert "onnxruntime" in said and said.count("\n") == 1
 
 
 def test_what_the_system_refuses_is_one_line(

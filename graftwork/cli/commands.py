@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
 import warnings
 from collections import Counter
@@ -19,7 +20,9 @@ import typer
 from rich.text import Text
 
 from .._version import __version__
+from ..ir.support.discovery import versions_of
 from .calibrate import calibrate
+from .chat import chat
 from .console import err, out, progress
 from .export import export
 from .generate import generate
@@ -81,7 +84,9 @@ def _show_warning(show: Any, message: Any, category: Any, *where: Any) -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"graftwork {__version__}")
+        found = versions_of("torch", "onnxruntime", "onnxruntime-gpu", "transformers", "tokenizers")
+        beside = [f"{name} {version}" for name, version in found.items()]
+        print(f"graftwork {__version__} (Python {platform.python_version()}, {', '.join(beside)})")
         raise typer.Exit
 
 
@@ -89,7 +94,7 @@ def _version(wanted: bool) -> None:
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the versions.")
     ] = False,
 ) -> None:
     """Make language models generate faster: rewrite their graphs, keep their outputs."""
@@ -186,6 +191,7 @@ def _measured(made: Model, source: str, show: Callable[[str], None]) -> None:
 
 
 app.command()(generate)
+app.command()(chat)
 app.command()(train)
 app.command()(export)
 app.command()(calibrate)

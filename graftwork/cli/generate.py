@@ -14,7 +14,19 @@ import typer
 
 from ..ready.key import ready_key
 from .console import err, progress
-from .options import AnyModel, DataOption, MaybeRecipe, SetOption, TargetOption, require
+from .options import (
+    AnyModel,
+    DataOption,
+    MaybeRecipe,
+    SetOption,
+    StopOption,
+    SystemOption,
+    TargetOption,
+    TemplateOption,
+    decoding,
+    require,
+    template_text,
+)
 
 # Late imports: torch takes seconds, which `--help` does not need.
 
@@ -22,7 +34,6 @@ if TYPE_CHECKING:
     from ..ir import ModelInfo
     from ..runtime.stats import Stats
 
-_GREEDY = {"do_sample": False}
 _NEED_TEMPERATURE = "--top-k and --top-p need --temperature above 0"
 
 
@@ -32,7 +43,15 @@ def generate(
         str | None,
         typer.Option(help="The text to continue, or the source; - reads standard input."),
     ] = None,
-    file: Annotated[Path | None, typer.Option("--file", help="Read the text from here.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", help="Read the text from here; - as of --prompt.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The text is a message: write it by the chat template.")
+    ] = False,
+    system: SystemOption = None,
+    template: TemplateOption = None,
+    stop: StopOption = [],  # noqa: B006  (typer copies it)
     max_new_tokens: Annotated[
         int | None, typer.Option(help="At most this many (default: the checkpoint's, else 128).")
     ] = None,
@@ -46,10 +65,18 @@ def generate(
     set_: SetOption = [],  # noqa: B006  (typer copies it)
     target: TargetOption = None,
     data: DataOption = None,
+    stream: Annotated[
+        bool, typer.Option(help="Print text as it is generated, or all of it at the end.")
+    ] = True,
     json_: Annotated[bool, typer.Option("--json", help="Text, ids and statistics.")] = False,
 ) -> None:
-    """Continue a text."""
-    text, alike = _text(prompt, file), not (json_ or data or top_k or top_p or seed is not None)
+    """Continue a text, or answer a message (--chat)."""
+    require(chat or (system is None and template is None), "--system and --template need --chat")
+    from ..chat.text_stream import check_stop
+
+    stops, given = [check_stop(text) for text in stop], template_text(template)
+    alike = stream and not (json_ or chat or stop or data or top_k or top_p or seed is not None)
+    text = _text(prompt, file)
     key = ready_key(model, recipe, set_, target) if alike else None
     greedy = None if temperature is None else not temperature
     if key is not None and greedy is not False and _write_ready(key, text, max_new_tokens, greedy):
@@ -65,13 +92,17 @@ def generate(
         from .open_model import open_model
 
         options = {"top_k": top_k, "top_p": top_p, "seed": seed, "max_new_tokens": max_new_tokens}
-        keywords = {name: value for name, value in options.items() if value is not None}
-        if temperature is not None:
-            keywords |= {"do_sample": True, "temperature": temperature} if temperature else _GREEDY
+        keywords: dict[str, Any] = {n: value for n, value in options.items() if value is not None}
+        keywords |= decoding(temperature)
         check_keywords(keywords)
-        warned, known = GraftworkWarning.count, _known(model, text, keywords)
+        warned = GraftworkWarning.count
+        known = _known(model, None if chat else text, keywords, given)
         opened = open_model(model, recipe, set_, target, show, data=data, known=known, runs=True)
-        ids, info = encode(opened.tokenizer, text), opened.program.info
+        info = opened.program.info
+        if chat:
+            ids, keywords["eos_token_id"] = _asked(opened, text, system, given)
+        else:
+            ids = encode(opened.tokenizer, text)
         begun = opened.program.plan.source.beginning(ids)
         require(bool(ids), "--prompt: expected some text; it has no tokens")
         known(info, {}, False)
@@ -81,8 +112,8 @@ def generate(
         check_request(as_ids([ids]), keywords, opened.program)
         show("compile")
         _ = opened.executable
-        show("read the prompt")
-        _write(opened, ids, len(begun), keywords, json_, stages.close)
+        show("compile the steps and read the prompt")
+        _write(opened, ids, len(begun), keywords, stops, stream and not json_, json_, stages.close)
     if key is not None and GraftworkWarning.count == warned:  # what was said is said each time
         from ..artifact.saved import is_saved
         from ..ready.keep import keep
@@ -92,12 +123,27 @@ def generate(
         keep(key, opened, None if loaded else with_settings(recipe or "baseline", set_))
 
 
+def _asked(
+    opened: Any, text: str, system: str | None, given: str | None
+) -> tuple[list[int], list[int] | None]:
+    """A message as a prompt, and the tokens that end its answer."""
+    from ..chat.conversation import Conversation, ends_of_turn
+    from ..chat.files import template_of
+
+    chosen = template_of(opened.program, given=given)
+    before = [] if system is None else [{"role": "system", "content": system}]
+    talk = Conversation(opened, chosen, [*before, {"role": "user", "content": text}])
+    return talk.prompt()[1], [*ends_of_turn(opened, chosen)] or None
+
+
 def _known(
-    model: str, text: str, keywords: Mapping[str, Any]
+    model: str, text: str | None, keywords: Mapping[str, Any], given: str | None
 ) -> Callable[[ModelInfo, Mapping[str, Path], bool], None]:
-    """What is asked of a model's facts and files, see `open_model`."""
+    """What is asked of a model's facts and files, see `open_model`. text: the prompt; None: a
+    message, of which `given` or the model's own chat template makes one."""
     shapes = bool(keywords.get("top_k")) or "top_p" in keywords
     require(not shapes or keywords.get("do_sample", True), _NEED_TEMPERATURE)
+    from ..chat.files import check_template
 
     def known(info: ModelInfo, assets: Mapping[str, Path], room: bool) -> None:
         sampled = keywords.get("do_sample", info.defaults.do_sample)
@@ -108,7 +154,9 @@ def _known(
             "tokenizer.json" in assets,
             f"{model}: expected a model with a tokenizer.json, which --prompt needs; there is none",
         )
-        if room:
+        if text is None:
+            check_template(assets, model, given)
+        elif room:
             _check_room(text, keywords, info, assets["tokenizer.json"])
 
     return known
@@ -147,25 +195,37 @@ def _write(
     ids: list[int],
     begun: int,
     keywords: dict[str, Any],
+    stops: list[str],
+    stream: bool,
     json_: bool,
     first: Callable[[], None],
 ) -> None:
     """Generate and print. begun: number of tokens before the new ones. first: called before
     anything is printed."""
+    from ..chat.text_stream import StopTexts, cut
     from ..ir.support.tokenizer import decode
     from .text_printer import TextPrinter
 
-    printer = None if json_ else TextPrinter(opened.tokenizer, first)
-    result = opened.generate([ids], streamer=printer, **keywords)
+    ends = keywords.get("eos_token_id", opened.program.info.eos) or ()
+    printer = TextPrinter(opened.tokenizer, first, stops=stops, ends=ends, silent=not stream)
+    if stops:
+        keywords["stopping_criteria"] = [StopTexts(opened.tokenizer, stops, begun)]
+    # Whoever streams gets each step's tokens at once, which costs a little.
+    result = opened.generate([ids], streamer=printer if stream else None, **keywords)
     first()
     stats: Stats = result.stats
     approximate = opened.recipe.get("contract") == "approximate"
-    if not json_:
-        _say(stats, approximate)
-        return
     new = result.sequences[0, begun:].tolist()
-    text = decode(opened.tokenizer, new)
-    print(json.dumps({"text": text, "ids": new, "stats": stats.to_dict()}))
+    ended = bool(new) and new[-1] in ends
+    text, stopped = cut(decode(opened.tokenizer, new[:-1] if ended else new), stops)
+    if json_:
+        finish = "stop" if ended or stopped else "length"
+        found = {"text": text, "ids": new, "finish_reason": finish, "stats": stats.to_dict()}
+        print(json.dumps(found))
+        return
+    if not stream:
+        print(text)
+    _say(stats, approximate)
 
 
 def _text(prompt: str | None, file: Path | None) -> str:
@@ -181,6 +241,7 @@ def _text(prompt: str | None, file: Path | None) -> str:
         require(bool(prompt), "--prompt: expected some text")
         return str(prompt)
     where = "--prompt -" if file is None else f"--file {file}"
+    file = None if file == Path("-") else file
     try:
         read = sys.stdin.buffer.read(LARGE + 1) if file is None else read_bytes(file, LARGE)
         text = read.decode()

@@ -29,6 +29,24 @@ def require(holds: bool, message: str) -> None:
         raise InputError(message)
 
 
+def decoding(temperature: float | None) -> dict[str, Any]:
+    """Options of `Model.generate` for --temperature."""
+    if temperature is None:
+        return {}
+    return {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+
+
+def template_text(path: Path | None) -> str | None:
+    """The text of --template. Errors: `InputError`."""
+    from ..ir.support.errors import InputError
+    from ..ir.support.files import read_text
+
+    try:
+        return None if path is None else read_text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--template {path}: cannot read text in UTF-8: {error}") from error
+
+
 TO_WRITE: dict[str, Any] = {"parser": written, "metavar": "PATH"}
 """Common parameters of options for output paths."""
 
@@ -56,4 +74,12 @@ TextOption = Annotated[
     typer.Option(
         help="For recipes that calibrate: a text file, a folder of them, .jsonl or .npy of ids."
     ),
+]
+TemplateOption = Annotated[
+    Path | None,
+    typer.Option("--template", help="A chat template instead of the checkpoint's (Jinja)."),
+]
+SystemOption = Annotated[str | None, typer.Option("--system", help="The system message.")]
+StopOption = Annotated[
+    list[str], typer.Option("--stop", metavar="TEXT", help="Stop before this text; repeatable.")
 ]

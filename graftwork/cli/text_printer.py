@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..ir.support.tokenizer import decode
+from ..chat.text_stream import TextStream
 
 
 class TextPrinter:
-    """Streamer that prints generated text; the prompt is not printed. first: called before the
-    first text."""
+    """Streamer that prints generated text; the prompt is not printed.
 
-    def __init__(self, tokenizer: Any, first: Callable[[], None] = lambda: None) -> None:
-        self.tokenizer, self.first = tokenizer, first
-        self.ids: list[int] = []
-        self.shown = ""
-        self.prompt_seen = False
+    first: called before the first text. stops, ends: see `TextStream`. silent: print nothing.
+    begun: when the first token came, of `time.perf_counter`; None before.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        first: Callable[[], None] = lambda: None,
+        *,
+        stops: Iterable[str] = (),
+        ends: Iterable[int] = (),
+        silent: bool = False,
+    ) -> None:
+        self.stream, self.first = TextStream(tokenizer, stops, ends), first
+        self.silent, self.prompt_seen = silent, False
+        self.begun: float | None = None
 
     def put(self, value: Any) -> None:
         """Print new token ids; the first call has the prompt, as in transformers."""
@@ -28,21 +39,17 @@ class TextPrinter:
 
     def show(self, ids: Iterable[int]) -> None:
         """Print new tokens."""
-        if not self.ids:
+        if self.begun is None:
+            self.begun = time.perf_counter()
             self.first()
-        self.ids += ids
-        text = decode(self.tokenizer, self.ids)
-        # A trailing replacement character is an incomplete character.
-        if not text.endswith("\ufffd"):
-            self._show(text)
+        self._print(self.stream.put(ids))
 
     def end(self) -> None:
         """End of generation."""
-        self._show(decode(self.tokenizer, self.ids))
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        self._print(f"{self.stream.end()}\n")
 
-    def _show(self, text: str) -> None:
-        sys.stdout.write(text[len(self.shown) :])
+    def _print(self, text: str) -> None:
+        if self.silent:
+            return
+        sys.stdout.write(text)
         sys.stdout.flush()
-        self.shown = text
