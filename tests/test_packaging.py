@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from importlib import metadata
@@ -94,6 +95,29 @@ def test_a_wheel_builds_and_works_where_it_is_installed(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     assert str(site) in ran.stdout and "'baseline'" in ran.stdout
+
+
+@pytest.mark.long
+def test_an_sdist_is_a_clone_that_builds(tmp_path: Path) -> None:
+    """Docs, tests, Makefile and tested versions are in it, and its wheel is the clone's."""
+    source = tmp_path / "source"
+    for folder in (*FOLDERS.values(), "docs", "tests", "examples", "benchmarks"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, source / folder, ignore=ignore)
+    for path in (p for p in ROOT.iterdir() if p.is_file() and p.suffix != ".gguf"):
+        shutil.copy(path, source)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path, source]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (archive,), (wheel,) = tmp_path.glob("*.tar.gz"), tmp_path.glob("*.whl")
+    with tarfile.open(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
+    clone = {"Makefile", "constraints.txt", "CHANGELOG.md", "CONTRIBUTING.md", "setup.py"}
+    assert clone <= names
+    for folder in (*FOLDERS.values(), "docs", "tests", "examples", "benchmarks"):
+        files = [path for path in (source / folder).rglob("*") if path.is_file()]
+        assert files and {path.relative_to(source).as_posix() for path in files} <= names
+    assert "graftwork/chat/templates.py" in zipfile.ZipFile(wheel).namelist()
 
 
 @pytest.mark.parametrize("extra", ["gguf", "huggingface"])
