@@ -48,6 +48,11 @@ def read_object(path: Path) -> dict[str, Any]:
     return said
 
 
+def _plain(value: Any) -> Any:
+    """A setting's value; of an object its values."""
+    return value.to_dict() if hasattr(value, "to_dict") else value
+
+
 def defaults_of(generation: Any) -> Defaults:
     """What a generation config says of how to generate; None: nothing."""
     said = {f.name: getattr(generation, f.name, None) for f in fields(Defaults)}
@@ -58,7 +63,7 @@ def defaults_of(generation: Any) -> Defaults:
     said["suppress_tokens"] = tuple(never)
     said["begin_suppress_tokens"] = tuple(said["begin_suppress_tokens"] or ())
     wanted = [(n, v) for n, v in other.items() if v is not None and v not in NEUTRAL[n]]
-    said["unsupported"] = tuple(f"{name}={value}" for name, value in wanted)
+    said["unsupported"] = tuple(f"{name}={_plain(value)!r}" for name, value in wanted)
     try:
         return TypeAdapter(Defaults).validate_python(said)
     except ValidationError as error:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
@@ -17,7 +17,7 @@ from .backends import compile as compile_for
 from .backends.target import Target
 from .chat.chats import Chats
 from .chat.files import Config, Settings, config_of
-from .data.prompts import as_ids
+from .data.prompts import as_ids, as_prompts
 from .exporting.exports import Exports
 from .ir import InputError, Program
 from .ir.execution.executable import Executable
@@ -28,6 +28,7 @@ from .passes.engine.manager import run_passes
 from .recipe import Recipe
 from .report import Cost, Report, megabytes, weight_bytes
 from .runtime.asking.input_ids import check_ids
+from .runtime.asking.keywords import GenerateOptions
 from .runtime.asking.options import check_defaults
 from .runtime.asking.sources import FEATURES, TOKENS, takes_features
 from .runtime.cache.conversations import Conversations
@@ -163,33 +164,59 @@ class Model(Exports, Chats):
         return read_tokenizer(path)
 
     def generate(
-        self, input_ids: torch.Tensor | Sequence[Sequence[int]] | None = None, /, **options: Any
+        self,
+        input_ids: torch.Tensor | str | Sequence[str] | Sequence[Sequence[int]] | None = None,
+        /,
+        **options: Unpack[GenerateOptions],
     ) -> Any:
-        """Continue token ids i64[B,S] like transformers' ``generate``; returns i64[B,S+N].
+        """Continue prompts like transformers' ``generate``; returns token ids i64[B,S+N].
 
-        Options have transformers' names (``max_new_tokens``, ``do_sample``, ``temperature``,
-        ``top_k``, ``top_p``, ``eos_token_id``, ``attention_mask``, ``streamer``, ``seed``, ...);
-        see `graftwork.runtime.generation.generate`, which rejects unsupported ones. Defaults: the
+        input_ids: token ids i64[B,S]; or a text, texts (of a model with a tokenizer) or lists of
+        ids of any lengths, which are padded on the left. Options have transformers' names
+        (``max_new_tokens``, ``do_sample``, ``temperature``, ``eos_token_id``, ``stop_strings``,
+        ``logits_processor``, ``generation_config``, ``streamer``, ``seed``, ...);
+        `graftwork.runtime.asking.options.GenerationOptions` says what each does, and
+        docs/generate.md compares them all. Unsupported ones are rejected by name. Defaults: the
         checkpoint's generation config; ``do_sample=False`` always decodes greedily.
 
-        One generation runs at a time; other threads wait. A streamer or stopping criterion must not
-        call this model: it gets an `InputError`, or, from another thread, a deadlock.
+        One generation runs at a time; other threads wait. A streamer, processor or stopping
+        criterion must not call this model: it gets an `InputError`, or, from another thread, a
+        deadlock.
         """
+        asked: dict[str, Any] = {**options}
+        ids = self._prompts(input_ids, asked)
+        if self.compiled is None:
+            check_request(ids, asked, self.program)  # before compiling, which is slow
+        return generate(self.executable, ids, **asked)
+
+    def _prompts(self, given: Any, asked: dict[str, Any]) -> torch.Tensor:
+        """The call's prompts, which are taken out of `asked`; their mask is put there."""
         wanted = FEATURES if takes_features(self.program) else TOKENS
-        named = options.pop(wanted, None)
-        if (input_ids is None) == (named is None):
-            got = "both" if named is not None else ", ".join(options) or "nothing"
+        named = {name: asked.pop(name, None) for name in (wanted, "inputs")}
+        found = [value for value in (given, *named.values()) if value is not None]
+        if not found and isinstance(asked.get("bos_token_id"), int) and wanted == TOKENS:
+            found = [[[asked["bos_token_id"]]]]
+        if len(found) != 1:
+            got = "both" if found else ", ".join(asked) or "nothing"
             what = (
-                "the sources' features" if wanted == FEATURES else "the prompts' token ids i64[B,S]"
+                "the sources' features"
+                if wanted == FEATURES
+                else "the prompts' token ids i64[B,S], or texts,"
             )
             raise InputError(
                 f"generate: expected {what} as its first argument or as {wanted}=, got {got}"
             )
-        given: Any = named if input_ids is None else input_ids
-        ids = given if wanted == FEATURES else as_ids(given)
-        if self.compiled is None:
-            check_request(ids, options, self.program)  # before compiling, which is slow
-        return generate(self.executable, ids, **options)
+        if wanted == FEATURES:
+            return found[0]  # type: ignore[no-any-return]
+        ids, mask = as_prompts(found[0], self.program)
+        if mask is not None:
+            if asked.get("attention_mask") is not None:
+                raise InputError(
+                    "attention_mask: expected none beside lists of unequal lengths, which are "
+                    "padded by themselves; pad them, or give a tensor"
+                )
+            asked["attention_mask"] = mask
+        return ids
 
     def __call__(
         self, input_ids: torch.Tensor | Sequence[Sequence[int]], /, *, prompt: int = 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,17 @@ from .stats import Stats
 
 @dataclass(frozen=True)
 class Generated:
-    """What `generate` returns with ``return_dict_in_generate=True``. sequences: i64[B,S+N]."""
+    """What `generate` returns with ``return_dict_in_generate=True``. sequences: i64[B,S+N].
+
+    scores, logits: with ``output_scores`` and ``output_logits``, f32[B,V] for each of the N new
+    tokens: what it was chosen by, behind and before processors and filters; 0 for sequences that
+    were finished then.
+    """
 
     sequences: torch.Tensor
     stats: Stats
+    scores: tuple[torch.Tensor, ...] | None = None
+    logits: tuple[torch.Tensor, ...] | None = None
 
 
 def forget(executable: Executable, *, learnt: bool = True) -> None:
@@ -70,7 +77,22 @@ def generate(
         open_ = not all(text.done for text in request.texts)
         stats = decode(executable, request) if open_ else Stats()
     sequences = request.sequences().to(input_ids.device)
-    return Generated(sequences, stats) if request.options.return_dict_in_generate else sequences
+    if not request.options.return_dict_in_generate:
+        return sequences
+    scores = _steps([text.scores for text in request.own], request.options.output_scores)
+    logits = _steps([text.logits for text in request.own], request.options.output_logits)
+    return Generated(sequences, stats, scores, logits)
+
+
+def _steps(rows: Sequence[Sequence[torch.Tensor]], wanted: bool) -> tuple[torch.Tensor, ...] | None:
+    """Rows f32[V] of each text's tokens, token by token, f32[B,V]; None if they are not wanted."""
+    if not wanted:
+        return None
+    longest = max(rows, key=len)
+    return tuple(
+        torch.stack([row[i] if i < len(row) else torch.zeros_like(one) for row in rows])
+        for i, one in enumerate(longest)
+    )
 
 
 def _heard(executable: Executable, sources: torch.Tensor, plan: Encoded) -> list[str]:

@@ -56,7 +56,7 @@ def run(decoding: Decoding) -> Stats:
     """Carry out a generation; what it cost."""
     decoding.start()
     stats, feeder, texts = decoding.stats, decoding.feeder, decoding.texts
-    first = sum(text.generated for text in texts)
+    first = sum(text.generated for text in decoding.own)
     start, inside = decoding.clock(), feeder.seconds - feeder.executable.preparing
     rounds = [round_(decoding) for round_ in ROUNDS if round_.fits(decoding)]
     while decoding.live:
@@ -66,6 +66,6 @@ def run(decoding: Decoding) -> Stats:
         chosen.run(most)
     stats.decode_seconds = decoding.clock() - start
     stats.executable_seconds = feeder.seconds - feeder.executable.preparing - inside
-    stats.new_tokens = sum(text.generated for text in texts)
+    stats.new_tokens = sum(text.generated for text in decoding.own)
     stats.decoded_tokens = stats.new_tokens - first
     return stats

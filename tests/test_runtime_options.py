@@ -29,12 +29,24 @@ def refuse(match: str, ids: object = IDS, **options: object) -> None:
     [
         ({"max_new_token": 3}, r"max_new_token=3; nearest: max_new_tokens"),
         ({"num_beams": 4}, "num_beams=4"),
-        (
-            {"stop_strings": ["x"]},
-            r"stop_strings=.*nearest: stopping_criteria=\[StopStringCriteria",
-        ),
+        ({"stop_strings": ["x"]}, "stop_strings: table came without a tokenizer.json; give"),
+        ({"stop_strings": [""]}, "stop_strings: expected a text, or a list of texts, none"),
+        ({"bad_words_ids": [[11]]}, "bad_words_ids: expected a token id below the vocabulary"),
+        ({"sequence_bias": {(1, 12): 1.0}}, "sequence_bias: expected a token id below"),
+        ({"sequence_bias": {(1,): "a"}}, "sequence_bias: expected {.token ids.: bias}"),
+        ({"exponential_decay_length_penalty": 3}, r"expected \(start, factor\)"),
+        ({"watermarking_config": {"ngram_len": 5, "keys": [1]}}, "expected .* WatermarkingConfig"),
+        ({"watermarking_config": {"hue": 5}}, "watermarking_config: .*hue"),
+        ({"generation_config": 5}, "generation_config: expected .* GenerationConfig, or a mapping"),
+        ({"prefix_allowed_tokens_fn": 5}, "prefix_allowed_tokens_fn: expected a function"),
+        ({"top_h": 1.5, "do_sample": True}, "top_h: expected a number above 0 to 1"),
+        ({"regex": "a", "grammar": "start: /a/"}, "both regex and grammar are given; give one"),
+        ({"regex": 5}, "regex: expected text, got 5"),
+        ({"json_schema": [1]}, "json_schema: expected a JSON schema, as a dict or its text"),
+        ({"json_schema": {}}, "json_schema: table came without a tokenizer.json; give tokenizer="),
+        ({"max_time": -1}, "max_time: expected a number from 0"),
         ({"assistant_model": object()}, "a recipe with a drafter"),
-        ({"logits_processor": torch.zeros(2)}, "logits_processor"),
+        ({"logits_processor": torch.zeros(2)}, "logits_processor: expected a function"),
         ({"max_new_tokens": 0}, "max_new_tokens: expected an integer of at least 1, got 0"),
         ({"max_new_tokens": 2.0}, "max_new_tokens: expected an integer"),
         ({"max_new_tokens": True}, "max_new_tokens: expected an integer"),
@@ -52,8 +64,7 @@ def refuse(match: str, ids: object = IDS, **options: object) -> None:
         ({"do_sample": True, "top_p": 1.5}, "top_p: expected a number from 0 to 1, got 1.5"),
         ({"do_sample": True, "top_k": -1}, "top_k: expected an integer of at least 0"),
         ({"do_sample": True, "min_p": "a"}, "min_p: expected a number"),
-        ({"temperature": 0.5}, "temperature=0.5 has no effect on greedy .* do_sample=True"),
-        ({"top_p": 0.5, "do_sample": False}, "top_p=0.5 has no effect"),
+        ({"num_return_sequences": 2}, "num_return_sequences=2 has no effect on greedy"),
         ({"repetition_penalty": 0}, "repetition_penalty: expected a number above 0"),
         ({"eos_token_id": 11}, "eos_token_id: expected a token id below the vocabulary size 11"),
         ({"eos_token_id": [1, -1]}, "eos_token_id: expected an integer of at least 0, got -1"),
@@ -67,8 +78,7 @@ def refuse(match: str, ids: object = IDS, **options: object) -> None:
         ({"generator": torch.Generator(), "seed": 1}, "both generator and seed"),
         ({"attention_mask": [[1, 1, 1]]}, r"attention_mask: expected a tensor"),
         ({"attention_mask": torch.ones(1, 2)}, r"shape of input_ids \[1, 3\], got \[1, 2\]"),
-        ({"attention_mask": torch.tensor([[1, 1, 0]])}, "sequence 0 has padding after text"),
-        ({"attention_mask": torch.tensor([[1, 0, 1]])}, "pad prompts on the left"),
+        ({"attention_mask": torch.tensor([[1, 0, 1]])}, "sequence 0 has padding inside its text"),
         ({"attention_mask": torch.zeros(1, 3)}, "sequence 0 is empty"),
     ],
 )
@@ -126,6 +136,16 @@ def test_padding_is_invisible_whatever_it_holds():
     assert torch.equal(result[:, 2:], run(IDS, max_new_tokens=6))
     assert torch.equal(result[:, :5], padded)
     assert torch.equal(result, run(padded, attention_mask=mask.bool(), max_new_tokens=6))
+
+
+def test_padding_on_the_right_is_moved():
+    mask = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1], [0, 1, 1, 1, 0]])
+    ids = torch.tensor([[1, 2, 3, 99, 99], [99, 5, 6, 7, 8], [99, 1, 2, 3, 99]])
+    moved = run(ids, attention_mask=mask, max_new_tokens=6, pad_token_id=0)
+    assert moved[:, :5].tolist() == [[99, 99, 1, 2, 3], [99, 5, 6, 7, 8], [99, 99, 1, 2, 3]]
+    left = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+    given = {"attention_mask": left, "max_new_tokens": 6, "pad_token_id": 0}
+    assert torch.equal(moved, run(moved[:, :5], **given))
 
 
 def test_leading_pad_tokens_are_padding_unless_they_end_sequences():

@@ -20,7 +20,9 @@ from graftwork.ir import InputError
 from graftwork.ir.plan import DraftRecord, Lossless
 from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.runtime import generate
+from graftwork.runtime.asking import filters
 from graftwork.runtime.asking.options import read_options
+from graftwork.runtime.asking.processors import Subject, processors_for
 from graftwork.runtime.asking.text import Text
 from graftwork.runtime.feeding.draft import NO_DRAFT, Draft, VerifiedStep
 from graftwork.runtime.speculate import sampling
@@ -37,13 +39,13 @@ IDS = torch.randint(0, 40, (6, 9), generator=torch.Generator().manual_seed(4))
 @pytest.mark.parametrize(
     ("ours", "processor"),
     [
-        (lambda s: sampling.keep_top_k(s, 5), theirs.TopKLogitsWarper(5)),
-        (lambda s: sampling.keep_top_k(s, 1), theirs.TopKLogitsWarper(1)),
-        (lambda s: sampling.keep_top_k(s, 99), theirs.TopKLogitsWarper(99)),
-        (lambda s: sampling.keep_top_p(s, 0.7), theirs.TopPLogitsWarper(0.7)),
-        (lambda s: sampling.keep_top_p(s, 0.0), theirs.TopPLogitsWarper(0.0)),
-        (lambda s: sampling.keep_min_p(s, 0.2), theirs.MinPLogitsWarper(0.2)),
-        (lambda s: sampling.keep_min_p(s, 1.0), theirs.MinPLogitsWarper(1.0)),
+        (lambda s: filters.keep_top_k(s, 5), theirs.TopKLogitsWarper(5)),
+        (lambda s: filters.keep_top_k(s, 1), theirs.TopKLogitsWarper(1)),
+        (lambda s: filters.keep_top_k(s, 99), theirs.TopKLogitsWarper(99)),
+        (lambda s: filters.keep_top_p(s, 0.7), theirs.TopPLogitsWarper(0.7)),
+        (lambda s: filters.keep_top_p(s, 0.0), theirs.TopPLogitsWarper(0.0)),
+        (lambda s: filters.keep_min_p(s, 0.2), theirs.MinPLogitsWarper(0.2)),
+        (lambda s: filters.keep_min_p(s, 1.0), theirs.MinPLogitsWarper(1.0)),
     ],
 )
 def test_filters_equal_transformers(ours, processor, rows):
@@ -56,7 +58,7 @@ def test_penalty_equals_transformers():
     seen = torch.zeros(6, 40, dtype=torch.bool).scatter(1, IDS, True)
     for penalty in (1.7, 0.5):
         expected = theirs.RepetitionPenaltyLogitsProcessor(penalty)(IDS, ROWS.clone())
-        assert torch.equal(sampling.penalize_repetition(ROWS, seen, penalty), expected)
+        assert torch.equal(filters.penalize_repetition(ROWS, seen, penalty), expected)
 
 
 def test_the_whole_chain_equals_transformers_along_a_draft():
@@ -68,7 +70,8 @@ def test_the_whole_chain_equals_transformers_along_a_draft():
     )
     prompt, draft = [1, 2, 3, 4], [5, 1, 39]
     texts = [Text([9, 9], 2, 30, done=True), Text(prompt, 3, 30)]
-    scorer = sampling.Scorer(options, info, 2)
+    texts[1].processors = processors_for(options, Subject(1, prompt[:3], prompt, 3, (7,), 40))
+    scorer = sampling.Scorer(options)
     logits = torch.randn(2, 4, 40, generator=torch.Generator().manual_seed(9))
     logits[..., 7] += 4.0
     scores, owners = scorer.rows(StepToVerify({"logits": logits}, texts, [NO_DRAFT, Draft(draft)]))
@@ -101,7 +104,7 @@ def test_ties_with_the_last_candidate_stay(rows):
     info = program(40).info
     for count in range(1, 41):
         options = read_options({"do_sample": True, "top_k": count, "temperature": 0.5}, info)
-        probs, ids = sampling.Scorer(options, info, 6).warp(rows)
+        probs, ids = sampling.Scorer(options).warp(rows)
         found = torch.from_numpy(probs)
         if ids is not None:
             found = torch.zeros(6, 40).scatter(1, torch.from_numpy(ids), found)
@@ -348,3 +351,28 @@ def test_greedy_with_penalty_and_minimum_equals_step_by_step():
                 scores[:, [0, 4]] = -math.inf
             seen.append(int(scores.argmax()))
         assert result[0].tolist() == seen
+
+
+def test_samples_follow_the_distribution_under_processors():
+    """Of the text and of whole rows; drafts are judged by scores that are processed."""
+    asked = {"no_repeat_ngram_size": 2, "repetition_penalty": 1.3, "typical_p": 0.9}
+    chain = theirs.LogitsProcessorList(
+        [
+            theirs.RepetitionPenaltyLogitsProcessor(1.3),
+            theirs.NoRepeatNGramLogitsProcessor(2),
+            theirs.TypicalLogitsWarper(0.9),
+        ]
+    )
+    expected = {}
+    for tokens in itertools.product(range(VOCAB), repeat=LENGTH):
+        chance = 1.0
+        for count, token in enumerate(tokens):
+            seen = (*PROMPT, *tokens[:count])
+            scores = chain(torch.tensor([seen]), RULE(seen)[None].clone())
+            chance *= float(scores.softmax(-1)[0, token])
+        expected[tokens] = chance
+    for name in ("suffix", "sampled"):
+        executable = TableExecutable(RULE, program(VOCAB, draft=DRAFTS[name]))
+        drawn, accepted, drafted = texts_drawn(executable, PROMPT, LENGTH, (400, 3), asked)
+        assert_distributed(drawn, expected)
+        assert 0.03 < accepted / drafted < 0.97

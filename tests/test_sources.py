@@ -140,6 +140,12 @@ def test_beginnings_and_samples() -> None:
         assert torch.equal(
             plain.generate(**given, decoder_input_ids=start, max_new_tokens=10), want
         )
+    for options in (
+        {"decoder_start_token_id": 7},
+        {"decoder_input_ids": begun, "decoder_attention_mask": torch.ones_like(begun)},
+    ):
+        want = written(model("bart"), given, max_new_tokens=10, **options)
+        assert torch.equal(plain.generate(**given, max_new_tokens=10, **options), want)
     drawn = {"do_sample": True, "seed": 3, "num_return_sequences": 2, "max_new_tokens": 10}
     ours = plain.generate(**given, **drawn)
     assert ours.shape == (6, 11) and not torch.equal(ours[0], ours[1])
@@ -180,6 +186,15 @@ BAD_INPUT = {
         "bart",
         {"input_ids": torch.ones(2, 3).long(), "decoder_input_ids": torch.ones(1, 1).long()},
         "one row a source",
+    ),
+    "a beginning with padding": (
+        "bart",
+        {
+            "input_ids": torch.ones(1, 3).long(),
+            "decoder_input_ids": torch.ones(1, 2).long(),
+            "decoder_attention_mask": torch.tensor([[0, 1]]),
+        },
+        "decoder_attention_mask: expected ones",
     ),
     "beams": ("bart", {"input_ids": torch.ones(1, 3).long(), "num_beams": 4}, "num_beams"),
     "a language": (

@@ -47,6 +47,29 @@ def as_ids(input_ids: Any) -> torch.Tensor:
     return (ids if ids.dim() == 2 else ids[None]).long()
 
 
+def as_prompts(given: Any, program: Program) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Prompts as ids i64[B,S] and, where they are not equally long, their mask i64[B,S], with
+    padding on the left. given: a text, texts, or whatever `as_ids` takes, rows of any lengths.
+
+    Errors: `InputError` for what is neither, and for texts where the program has no tokenizer.
+    """
+    if isinstance(given, str):
+        given = [given]
+    if not isinstance(given, (list, tuple)) or not given:
+        return as_ids(given), None
+    if all(isinstance(item, str) for item in given):
+        encode = encoder(program, "input_ids")
+        given = [encode(text) for text in given]
+    if not all(isinstance(row, (list, tuple)) for row in given) or len(set(map(len, given))) == 1:
+        return as_ids(given), None
+    ids = [as_ids(row)[0] if len(row) else torch.zeros(0, dtype=torch.int64) for row in given]
+    width = max(map(len, ids))
+    pad = program.info.pad if program.info.pad is not None else next(iter(program.info.eos), 0)
+    rows = [torch.nn.functional.pad(row, (width - len(row), 0), value=pad) for row in ids]
+    kept = [torch.arange(width) >= width - len(row) for row in ids]
+    return torch.stack(rows), torch.stack(kept).long()
+
+
 def refuse_sources(program: Program) -> None:
     """Errors: `InputError` for an encoder-decoder program, whose texts need their sources."""
     if program.plan.source.encoder is not None:
@@ -139,11 +162,11 @@ def _json_prompt(line: str, where: str) -> Any:
     raise InputError(f'data: {where}: expected {{"ids": [...]}} or {{"text": "..."}}')
 
 
-def encoder(program: Program) -> Any:
-    """Text to token ids. Errors: `InputError` if the program came without a tokenizer."""
+def encoder(program: Program, what: str = "data") -> Any:
+    """Text to token ids. Errors: `InputError`, about `what`, if the program has no tokenizer."""
     path = program.assets.get("tokenizer.json")
     if path is None:
-        raise InputError(f"data: {program.name} has no tokenizer.json; give token ids, not text")
+        raise InputError(f"{what}: {program.name} has no tokenizer.json; give token ids, not text")
     tokenizer = read_tokenizer(path)
     return lambda text: encode(tokenizer, text)
 

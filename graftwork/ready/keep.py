@@ -69,7 +69,8 @@ def _fits(made: OnnxExecutable, model: Model) -> bool:
     program, target = made.program, made.target
     plain = target.device == "cpu" and target.threads is None and target.columns is None
     fixed = not program.plan.speculates or program.plan.length.kind == "fixed"
-    known = SETTINGS.issuperset(program.info.defaults.supported)
+    defaults = program.info.defaults
+    known = SETTINGS.issuperset(defaults.supported) and not defaults.unsupported
     alone = program.plan.source.encoder is None and program.plan.source.kind == "none"
     return plain and fixed and known and alone and TOKENIZER in program.assets
 

@@ -38,8 +38,9 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
         *("offloaded_static", "offloaded_hybrid", "offloaded_hybrid_chunked", "paged"),
     ),
 }
-"""What of transformers' generation settings changes the text and is not supported, and the values
-apart from None at which it asks for nothing."""
+"""What of transformers' generation settings changes the text and is no field of `Defaults`, and the
+values apart from None at which it asks for nothing. `generate` obeys some of them and refuses the
+others; exports refuse all."""
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -68,7 +69,8 @@ class Defaults:
     """Defaults of a generation by transformers' names, of those that `generate` takes; None: the
     checkpoint does not say.
 
-    unsupported: what else it says that changes the text, as ``name=value``, its names in `NEUTRAL`.
+    unsupported: what else it says that changes the text, as ``name=value`` (a literal of Python),
+    its names in `NEUTRAL`.
     """
 
     do_sample: bool | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +17,7 @@ from ...ir import InputError, ModelInfo
 
 Check: TypeAlias = Callable[[str, Any, ModelInfo], Any]
 Hook: TypeAlias = Callable[..., Any]
+Biases: TypeAlias = Sequence[tuple[tuple[int, ...], float]]
 
 
 class FromModel:
@@ -102,12 +103,69 @@ def stop(name: str, value: Any, info: ModelInfo) -> tuple[tuple[int, ...], ...]:
     return tuple(tokens(name, item, info) for item in value)
 
 
-def hooks(name: str, value: Any, info: ModelInfo) -> tuple[Hook, ...]:
-    # transformers' StoppingCriteriaList is both a list and callable: take its parts.
-    hooks = tuple(value) if isinstance(value, Sequence) else (value,)
-    if not all(callable(hook) for hook in hooks):
-        raise expected("a function (input_ids, scores) -> bool, or a list of them", name, value)
-    return hooks
+def functions(kind: str) -> Check:
+    """A function, or several: transformers' lists of them are both lists and callable."""
+
+    def check(name: str, value: Any, info: ModelInfo) -> tuple[Hook, ...]:
+        given = tuple(value) if isinstance(value, Sequence) else (value,)
+        if not all(callable(each) for each in given):
+            raise expected(f"a function {kind}, or a list of them", name, value)
+        return given
+
+    return check
+
+
+def function(name: str, value: Any, info: ModelInfo) -> Hook:
+    if not callable(value):
+        raise expected("a function", name, value)
+    return value  # type: ignore[no-any-return]
+
+
+def biases(name: str, value: Any, info: ModelInfo) -> Biases:
+    """``{(ids): bias}`` or ``[[ids, bias]]``, as in transformers."""
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    what = "{(token ids): bias} or [[token ids, bias]], with finite numbers or -inf as biases"
+    if isinstance(pairs, str) or not isinstance(pairs, Sequence):
+        raise expected(what, name, value)
+    for pair in pairs:
+        if not isinstance(pair, Sequence) or len(pair) != 2 or isinstance(pair[1], bool):
+            raise expected(what, name, value)
+        if not isinstance(pair[1], int | float) or not pair[1] < math.inf:
+            raise expected(what, name, value)
+    sequences = stop(name, [ids for ids, _ in pairs], info)
+    return tuple(zip(sequences, (float(bias) for _, bias in pairs), strict=True))
+
+
+def decay(name: str, value: Any, info: ModelInfo) -> tuple[int, float]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
+        raise expected("(start, factor): tokens, and a number above 0", name, value)
+    start = integer(0)(name, value[0], info)
+    return start, float(number(0.0, math.inf, open_low=True)(name, value[1], info))
+
+
+def texts(name: str, value: Any, info: ModelInfo) -> tuple[str, ...]:
+    given = (value,) if isinstance(value, str) else value
+    if not isinstance(given, Sequence) or not all(isinstance(t, str) and t for t in given):
+        raise expected("a text, or a list of texts, none of them empty", name, value)
+    return tuple(given)
+
+
+def watermark(name: str, value: Any, info: ModelInfo) -> Any:
+    """Errors: also for SynthID's, whose state grows with each token that is asked for."""
+    synthid = "ngram_len" in value if isinstance(value, dict) else hasattr(value, "ngram_len")
+    if synthid or not (isinstance(value, dict) or hasattr(value, "construct_processor")):
+        raise expected("transformers' WatermarkingConfig, or its values as a dict", name, value)
+    return value
+
+
+def schema(name: str, value: Any, info: ModelInfo) -> Any:
+    if not isinstance(value, str | Mapping | bool):
+        raise expected("a JSON schema, as a dict or its text", name, value)
+    return value
+
+
+def anything(name: str, value: Any, info: ModelInfo) -> Any:
+    return value
 
 
 def has(*methods: str) -> Check:
@@ -133,7 +191,7 @@ def mask(name: str, value: Any, info: ModelInfo) -> torch.Tensor:
 
 def word(name: str, value: Any, info: ModelInfo) -> str:
     if not isinstance(value, str):
-        raise expected("a name", name, value)
+        raise expected("text", name, value)
     return value
 
 

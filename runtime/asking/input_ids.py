@@ -17,8 +17,8 @@ def read_prompts(
     input_ids: i64[B,S] on any device. Padding is what `attention_mask` [B,S] marks with 0, or,
     without a mask, leading pad tokens (when the pad token does not also end sequences), as in
     transformers. Errors: `InputError` for a wrong dtype or shape, an empty prompt, padding that is
-    not on the left, a token id outside the vocabulary, a prompt or a request longer than the
-    context.
+    not on the left (see `aligned`), a token id outside the vocabulary, a prompt or a request longer
+    than the context.
     """
     _check_tensor(input_ids)
     kept = _kept(input_ids, options, info)
@@ -29,6 +29,33 @@ def read_prompts(
     count = options.new_tokens(input_ids.shape[1], longest, info)
     each = range(options.num_return_sequences)
     return [Text(list(row), len(row), len(row) + count) for row in rows for _ in each]
+
+
+def aligned(
+    input_ids: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Prompts i64[B,S] and their mask [B,S], padding on the right moved to the left."""
+    if mask is None or mask.shape != input_ids.shape or mask.dim() != 2 or not mask.numel():
+        return input_ids, mask
+    kept = (mask.cpu() != 0).int()
+    if bool(kept[:, -1].all()):
+        return input_ids, mask
+    behind = kept.flip(1).argmax(1, keepdim=True) * kept.any(1, keepdim=True)
+    places = (torch.arange(kept.shape[1]) - behind) % kept.shape[1]
+    return input_ids.cpu().gather(1, places), kept.gather(1, places)
+
+
+def check_positions(input_ids: torch.Tensor, options: GenerationOptions) -> None:
+    """Errors: `InputError` for `position_ids` other than those that follow from the mask."""
+    given, mask = options.position_ids, options.attention_mask
+    if given is None:
+        return
+    kept = torch.ones_like(input_ids) if mask is None else (mask != 0).long()
+    if given.shape != kept.shape or bool(((given - (kept.cumsum(1) - 1)) * kept).any()):
+        raise InputError(
+            "position_ids: expected those that follow from attention_mask, 0, 1, 2, ... in each "
+            "text: give attention_mask alone"
+        )
 
 
 def check_ids(input_ids: object, info: ModelInfo) -> None:
@@ -73,7 +100,7 @@ def _kept(input_ids: torch.Tensor, options: GenerationOptions, info: ModelInfo) 
     if bool(broken.any()):
         row = int(broken.nonzero()[0])
         raise InputError(
-            f"attention_mask: sequence {row} has padding after text; pad prompts on the left"
+            f"attention_mask: sequence {row} has padding inside its text; pad prompts on the left"
         )
     return kept
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
+import ast
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,30 +12,17 @@ from typing import Annotated, Any, Protocol, get_type_hints
 
 import torch
 
-from ...ir import Defaults, InputError, ModelInfo, TensorType
+from ...ir import Defaults, GraftworkWarning, InputError, ModelInfo
 from ...ir.plan.defaults import NEUTRAL
 from . import checks
-from .checks import OF_MODEL, Check, FromModel, Hook
+from .checks import OF_MODEL, Biases, Check, FromModel, Hook
+from .other_keywords import FACTS, INSTEAD, refuse
 
 MOST_SEED = 2**64 - 1
 """The largest that torch takes."""
 
 DEFAULT_NEW_TOKENS = 20
 """What transformers generates when no length is given."""
-
-IDLE: dict[str, tuple[object, ...]] = {
-    **NEUTRAL,
-    "use_cache": (True,),
-    "length_penalty": (1.0,),
-    "output_scores": (False,),
-    "output_logits": (False,),
-    "output_attentions": (False,),
-    "output_hidden_states": (False,),
-}
-"""Keywords that are not supported, and the values at which they ask for nothing."""
-
-FACTS = frozenset({"transformers_version", "_from_model_config", "bos_token_id"})
-"""Keywords that ask for nothing whatever they say: a generation config has them of itself."""
 
 BEST: dict[str, Any] = {
     **{name: next(iter(values), None) for name, values in NEUTRAL.items()},
@@ -44,24 +32,17 @@ BEST: dict[str, Any] = {
 }
 """Keywords that take the likeliest token each time, whatever the checkpoint's own defaults are."""
 
-INSTEAD = {
-    "inputs": "input_ids, the first argument",
-    "inputs_embeds": "input_ids, the first argument",
-    "stop_strings": "stopping_criteria=[StopStringCriteria(tokenizer, texts)] with transformers' "
-    "class of that name, or stop (lists of token ids)",
-    "min_length": "min_new_tokens",
-    "assistant_model": "a recipe with a drafter",
-    "prompt_lookup_num_tokens": "a recipe with a drafter, such as copyspec",
-    "logits_processor": "repetition_penalty, temperature, top_k, top_p, min_p",
-    "input_features": "input_ids: the model's source is a text",
-    "return_timestamps": "decoder_input_ids, without the token that turns timestamps off",
-    "decoder_attention_mask": "decoder_input_ids of one length",
-    "encoder_outputs": "the source itself",
-    "pixel_values": "image_embeds: what the model's tower makes of them, one row an image token "
-    "(transformers' get_image_features)",
-    "generation_config": "its values as keywords: **generation_config.to_diff_dict()",
-    "decoder_start_token_id": "decoder_input_ids, which begins with it",
-}
+WHOLE = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "watermarking_config")
+"""Options of sampling that are processors of whole rows."""
+
+RESHAPING = (
+    *("repetition_penalty", "min_new_tokens", "min_length", "suppress_tokens"),
+    *("begin_suppress_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+    *("encoder_repetition_penalty", "bad_words_ids", "sequence_bias", "remove_invalid_values"),
+    *("exponential_decay_length_penalty", "watermarking_config", "logits_processor"),
+    *("prefix_allowed_tokens_fn", "renormalize_logits", "json_schema", "regex", "grammar"),
+)
+"""Options under which even a greedy choice needs processed logits instead of their argmax."""
 
 
 class Streamer(Protocol):
@@ -81,31 +62,60 @@ class GenerationOptions:
     Defaults are the checkpoint's own (its generation_config.json), where it has any, and else
     those that follow. ``do_sample=False`` takes the likeliest token whatever the checkpoint says.
 
-    max_new_tokens: tokens after the prompt (default 20, or what the context leaves). max_length:
-    the same counted with the (padded) prompt. min_new_tokens: before this many, no `eos_token_id`.
-    do_sample: sample instead of taking the best token; then temperature > 0, top_k (default 50 as
-    in transformers; 0 or None for none), top_p in 0..1, min_p in 0..1. repetition_penalty > 0
-    divides positive and multiplies negative logits of tokens seen so far. eos_token_id: an id,
-    several, or none ([] or None). pad_token_id fills finished sequences (default: the model's,
-    else the first eos). attention_mask [B,S]: 0 for left padding. stop: token sequences that end a
-    sequence when its new tokens end with one (kept in the output). stopping_criteria: functions
-    (input_ids i64[1,L] without padding, scores None) -> bool, called after every committed token
-    of a sequence. streamer: `put` and `end`. generator or seed: where random numbers come from
-    (default: torch's global generator); a seed repeats its text as long as the drafts are the same,
-    and some drafters learn from call to call (recycling, goodput). num_return_sequences: of each
-    prompt, one after the other; sampled. return_dict_in_generate: return `.sequences` and `.stats`.
-    suppress_tokens: never generated; begin_suppress_tokens: not as the first new token.
-    forced_bos_token_id: what a text of one token goes on with; forced_eos_token_id: what a text
-    that is full ends with. decoder_input_ids i64[B,S]: what texts begin with that are written from
-    a source; input_ids and attention_mask are then the source's. language, task: of speech, what
-    the text is in, or one for each source, and what it is ("transcribe", "translate"), by the
-    checkpoint's names; without a language it is detected first. image_embeds f[N,H]: what the
-    model's own tower makes of pictures, a row for each of the prompts' image tokens, in order;
-    image_grid_thw i64[P,3]: of each picture, patches in time, height and width, for models in which
-    rows have such places.
+    Lengths. max_new_tokens: tokens after the prompt (default 20, or what the context leaves).
+    max_length: the same counted with the (padded) prompt. min_new_tokens, min_length: before so
+    many no `eos_token_id`, counted in the same two ways. max_time: seconds, after which no token
+    follows.
 
-    given: the options that the call itself gave; the rest are defaults. An option's annotation
-    names what checks it.
+    Sampling. do_sample: sample instead of taking the best token; the next eight count only then.
+    temperature > 0. top_k (default 50; 0 or None for none). top_p in 0..1. min_p in 0..1. top_h in
+    0..1 (Baghaei Potraghloo et al. 2025). typical_p in 0..1 (Meister et al. 2022). epsilon_cutoff,
+    eta_cutoff in 0..1 (Hewitt et al. 2022). num_return_sequences: of each prompt, one after the
+    other. generator or seed: where random numbers come from (default: torch's global generator); a
+    seed repeats its text as long as the drafts are the same, and some drafters learn from call to
+    call (recycling, goodput).
+
+    Scores; all of it is applied to every node of a draft, so drafts change no text.
+    repetition_penalty > 0 divides positive and multiplies negative logits of tokens seen so far;
+    encoder_repetition_penalty multiplies those that the source (or the prompt) lacks.
+    no_repeat_ngram_size: no n-gram twice; encoder_no_repeat_ngram_size: none of the source (or
+    prompt). bad_words_ids: token sequences that never come up. sequence_bias: added to the score of
+    the last token of a sequence, ``{(ids): bias}`` or ``[[ids, bias]]``. suppress_tokens: never
+    generated; begin_suppress_tokens: not as the first new token. forced_bos_token_id: what a text
+    of one token goes on with; forced_eos_token_id: what a text that is full ends with.
+    prefix_allowed_tokens_fn: (index of the sequence, ids i64[L]) -> ids that may follow.
+    exponential_decay_length_penalty: (start, factor), from when on an end grows likelier.
+    remove_invalid_values: replace NaN and infinite scores. renormalize_logits: return scores as
+    logarithms of probabilities. watermarking_config: transformers' `WatermarkingConfig`.
+    logits_processor: functions (ids i64[R,L], scores f32[R,V]) -> scores, such as transformers'
+    `LogitsProcessor`: see `graftwork.runtime.asking.processors` for what they may rely on.
+    guidance_scale: how far scores are led away from those behind negative_prompt_ids i64[B,S]
+    (negative_prompt_attention_mask [B,S]: 0 for padding; default: the prompt's last token), which
+    a second row of the batch is decoded for (Sanchez et al. 2023).
+    json_schema (a mapping or its text), regex, grammar (rules in Lark's notation): what the new
+    text, up to its end token, has to fit; one of them, with llguidance.
+
+    Ends. eos_token_id: an id, several, or none ([] or None). stop: token sequences that end a
+    sequence when its new tokens end with one (kept in the output). stop_strings: the same as texts;
+    tokenizer: for them, transformers' (default: the model's own). stopping_criteria: functions
+    (input_ids i64[1,L] without padding, scores None) -> bool, called after every committed token
+    of a sequence. pad_token_id fills finished sequences (default: the model's, else the first eos).
+
+    Inputs. attention_mask [B,S]: 0 for padding. position_ids [B,S]: only those that follow from it.
+    decoder_input_ids i64[B,S]: what texts begin with that are written from a source; input_ids and
+    attention_mask are then the source's. decoder_start_token_id: the token that begins them;
+    decoder_attention_mask: ones. language, task: of speech, what the text is in, or one for each
+    source, and what it is ("transcribe", "translate"), by the checkpoint's names; without a
+    language it is detected first. image_embeds f[N,H]: what the model's own tower makes of
+    pictures, a row for each of the prompts' image tokens, in order; image_grid_thw i64[P,3]: of
+    each picture, patches in time, height and width, for models in which rows have such places.
+
+    Results. return_dict_in_generate: return `.sequences` and `.stats`; with output_scores and
+    output_logits also `.scores` and `.logits`. streamer: `put` and `end`.
+
+    generation_config (transformers' object, or a mapping) is not held: its values count as
+    keywords of the call, which overrule them. given: the options that the call itself gave; the
+    rest are defaults. An option's annotation names what checks it.
     """
 
     max_new_tokens: Annotated[int | None, checks.integer(1)] = None
@@ -121,7 +131,9 @@ class GenerationOptions:
     pad_token_id: Annotated[int | None, checks.token] = None
     attention_mask: Annotated[torch.Tensor | None, checks.mask] = None
     stop: Annotated[Sequence[Sequence[int]], checks.stop] = ()
-    stopping_criteria: Annotated[Hook | Sequence[Hook], checks.hooks] = ()
+    stopping_criteria: Annotated[
+        Hook | Sequence[Hook], checks.functions("(input_ids, scores) -> bool")
+    ] = ()
     streamer: Annotated[Streamer | None, checks.has("put", "end")] = None
     generator: Annotated[torch.Generator | None, checks.generator] = None
     seed: Annotated[int | None, checks.integer(0, MOST_SEED)] = None
@@ -132,17 +144,73 @@ class GenerationOptions:
     forced_bos_token_id: Annotated[int | None, checks.token] = None
     forced_eos_token_id: Annotated[int | None, checks.token] = None
     decoder_input_ids: Annotated[torch.Tensor | None, checks.mask] = None
+    decoder_start_token_id: Annotated[int | None, checks.token] = None
+    decoder_attention_mask: Annotated[torch.Tensor | None, checks.mask] = None
     language: Annotated[str | tuple[str, ...] | None, checks.languages] = None
     task: Annotated[str | None, checks.word] = None
     image_embeds: Annotated[torch.Tensor | None, checks.mask] = None
     image_grid_thw: Annotated[torch.Tensor | None, checks.mask] = None
+    min_length: Annotated[int, checks.integer(0)] = 0
+    max_time: Annotated[float | None, checks.number(0.0, math.inf)] = None
+    top_h: Annotated[float | None, checks.number(0.0, 1.0, open_low=True)] = None
+    typical_p: Annotated[float, checks.number(0.0, 1.0, open_low=True)] = 1.0
+    epsilon_cutoff: Annotated[float, checks.number(0.0, 1.0)] = 0.0
+    eta_cutoff: Annotated[float, checks.number(0.0, 1.0)] = 0.0
+    encoder_repetition_penalty: Annotated[float, checks.number(0.0, math.inf, open_low=True)] = 1.0
+    no_repeat_ngram_size: Annotated[int, checks.integer(0)] = 0
+    encoder_no_repeat_ngram_size: Annotated[int, checks.integer(0)] = 0
+    bad_words_ids: Annotated[Sequence[Sequence[int]], checks.stop] = ()
+    sequence_bias: Annotated[Biases, checks.biases] = ()
+    exponential_decay_length_penalty: Annotated[tuple[int, float] | None, checks.decay] = None
+    remove_invalid_values: Annotated[bool, checks.flag] = False
+    renormalize_logits: Annotated[bool, checks.flag] = False
+    watermarking_config: Annotated[Any, checks.watermark] = None
+    prefix_allowed_tokens_fn: Annotated[Hook | None, checks.function] = None
+    logits_processor: Annotated[
+        Hook | Sequence[Hook], checks.functions("(input_ids, scores) -> scores")
+    ] = ()
+    stop_strings: Annotated[str | Sequence[str], checks.texts] = ()
+    tokenizer: Annotated[Any, checks.anything] = None
+    output_scores: Annotated[bool, checks.flag] = False
+    output_logits: Annotated[bool, checks.flag] = False
+    guidance_scale: Annotated[float | None, checks.number(0.0, math.inf)] = None
+    negative_prompt_ids: Annotated[torch.Tensor | None, checks.mask] = None
+    negative_prompt_attention_mask: Annotated[torch.Tensor | None, checks.mask] = None
+    position_ids: Annotated[torch.Tensor | None, checks.mask] = None
+    json_schema: Annotated[str | Mapping[str, Any] | bool | None, checks.schema] = None
+    regex: Annotated[str | None, checks.word] = None
+    grammar: Annotated[str | None, checks.word] = None
     given: frozenset[str] = frozenset()
+
+    def asks(self, name: str) -> bool:
+        """Whether an option has another value than the one that asks for nothing."""
+        return bool(getattr(self, name) != getattr(type(self), name))
+
+    @property
+    def records(self) -> bool:
+        """Whether scores or logits are returned."""
+        return self.return_dict_in_generate and (self.output_scores or self.output_logits)
+
+    @property
+    def warps_whole(self) -> bool:
+        """Whether temperature and filters are processors of whole rows: some have to be."""
+        late = any(map(self.asks, WHOLE)) or (self.return_dict_in_generate and self.output_scores)
+        return self.do_sample and late
+
+    def least(self, length: int, width: int) -> int:
+        """Tokens that a text must have before an end may follow. length: of its prompt; width: of
+        the prompts with padding."""
+        return length + (self.min_new_tokens or self.min_length - width)
 
     @property
     def reshapes_logits(self) -> bool:
         """Whether even a greedy choice needs the logits instead of their argmax."""
-        suppressed = bool(self.suppress_tokens) or bool(self.begin_suppress_tokens)
-        return self.repetition_penalty != 1.0 or self.min_new_tokens > 0 or suppressed
+        return self.records or self.guided or any(map(self.asks, RESHAPING))
+
+    @property
+    def guided(self) -> bool:
+        """Whether each text is led away from another one, which is decoded beside it."""
+        return self.guidance_scale not in (None, 1.0)
 
     @property
     def by_argmax(self) -> bool:
@@ -215,9 +283,12 @@ CHECKS: dict[str, Check] = {n: t.__metadata__[0] for n, t in _HINTS.items() if n
 
 SUPPORTED = tuple(CHECKS)
 
-ALTERNATIVES = (("max_new_tokens", "max_length"), ("generator", "seed"))
+LENGTHS = ("max_new_tokens", "max_length")
+
+ALTERNATIVES = (LENGTHS, ("generator", "seed"))
 
 SAMPLING = {"temperature": (1.0,), "top_k": (None, 0, 50), "top_p": (1.0,), "min_p": (0.0,)}
+SAMPLING |= {"top_h": (None,), "typical_p": (1.0,), "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,)}
 SAMPLING["num_return_sequences"] = (1,)
 """Options that only sampling looks at, and the values at which they do nothing."""
 
@@ -227,10 +298,11 @@ def read_options(keywords: Mapping[str, Any], info: ModelInfo) -> GenerationOpti
 
     Errors: `InputError` naming the keyword or default, what it takes, what came.
     """
+    keywords = _with_config(keywords)
     known: dict[str, Any] = {}
     for name, value in keywords.items():
         if name not in SUPPORTED:
-            _refuse(name, value)
+            refuse(name, value, SUPPORTED)
         elif value is not None or name in ("top_k", "eos_token_id"):
             known[name] = CHECKS[name](name, value, info)
     given = frozenset(known)
@@ -243,15 +315,18 @@ def _defaults(
     keywords: Mapping[str, Any], given: Mapping[str, Any], info: ModelInfo
 ) -> dict[str, Any]:
     """What the checkpoint says of options that are not given, as far as it matters then."""
+    others: dict[str, Any] = {}
     for text in info.defaults.unsupported:
-        name = text.partition("=")[0]
-        if name not in keywords:
+        name, _, value = text.partition("=")
+        if name in SUPPORTED and name not in keywords:
+            others[name] = _literal(text, value)
+        elif name not in keywords:
             instead = f", or take {INSTEAD[name]} besides" if name in INSTEAD else ""
             raise InputError(
                 f"the checkpoint's generation config asks for {text}, which is not supported; "
                 f"give {name}={BEST[name]!r} to generate without{instead}"
             )
-    said = {n: v for n, v in info.defaults.supported.items() if n not in given}
+    said = {n: v for n, v in info.defaults.supported.items() if n not in given} | others
     if not {**said, **given}.get("do_sample"):
         said = {name: value for name, value in said.items() if name not in SAMPLING}
     if "max_new_tokens" in {**said, **given} and "max_length" not in given:
@@ -276,19 +351,33 @@ def check_defaults(info: ModelInfo) -> None:
     read_options(dict.fromkeys(NEUTRAL), info)
 
 
-def _refuse(name: str, value: object) -> None:
-    plain = isinstance(value, bool | int | float | str)
-    if value is None or name in FACTS or (plain and value in IDLE.get(name, ())):
-        return
-    close = difflib.get_close_matches(name, SUPPORTED, n=1)
-    instead = INSTEAD.get(name, close[0] if close else None)
-    shown = TensorType.of(value) if isinstance(value, torch.Tensor) else repr(value)
-    shown = shown if "\n" not in str(shown) else type(value).__name__
-    raise InputError(
-        f"generate does not support {name}={shown}"
-        + (f"; nearest: {instead}" if instead else "")
-        + f". Supported: {', '.join(SUPPORTED)}"
-    )
+def _with_config(keywords: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keywords, and what their `generation_config` says of others.
+
+    Errors: `InputError` for what is no configuration."""
+    if keywords.get("generation_config") is None:
+        return {name: value for name, value in keywords.items() if name != "generation_config"}
+    config = keywords["generation_config"]
+    if not isinstance(config, Mapping) and not hasattr(config, "to_diff_dict"):
+        raise checks.expected(
+            "transformers' GenerationConfig, or a mapping", "generation_config", config
+        )
+    said = dict(config if isinstance(config, Mapping) else vars(config))
+    call = {name: value for name, value in keywords.items() if name != "generation_config"}
+    for one, other in (LENGTHS, LENGTHS[::-1]):
+        if call.get(one) is not None:
+            said.pop(other, None)
+    said = {n: v for n, v in said.items() if v is not None and n not in FACTS}
+    if said.get("max_new_tokens") is not None:  # as in transformers: that one counts
+        said.pop("max_length", None)
+    return {**said, **call}
+
+
+def _literal(text: str, value: str) -> Any:
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+        raise InputError(f"the checkpoint's generation config: {text} has no value") from error
 
 
 def _refuse_contradictions(given: frozenset[str], known: Mapping[str, Any]) -> None:
@@ -298,7 +387,9 @@ def _refuse_contradictions(given: frozenset[str], known: Mapping[str, Any]) -> N
     if known.get("do_sample"):
         return
     for name, neutral in SAMPLING.items():
-        if name in given and known[name] not in neutral:
-            raise InputError(
-                f"{name}={known[name]} has no effect on greedy decoding; add do_sample=True"
-            )
+        if name not in given or known[name] in neutral:
+            continue
+        message = f"{name}={known[name]} has no effect on greedy decoding; add do_sample=True"
+        if name == "num_return_sequences":  # all would be alike: transformers refuses that, too
+            raise InputError(message)
+        warnings.warn(message, GraftworkWarning, stacklevel=4)

@@ -8,16 +8,30 @@ from typing import Any
 
 import torch
 
-from ...ir import InputError, Program
+from ...ir import InputError, ModelInfo, Program
 from ...ir.plan import Encoded
+from ...ir.support.tokenizer import read_tokenizer
+from .grammar import grammar_asked, grammars_for
+from .guides import guides_for
 from .image_embeds import PlacedRows, read_pictures
-from .input_ids import read_prompts
+from .input_ids import aligned, check_positions, read_prompts
 from .options import GenerationOptions, read_options
+from .processors import Subject, processors_for
 from .sources import Sources, read_sources, takes_features
 from .speech import openings
 from .stopping import Stopping
 from .streaming import Emitter
 from .text import Text
+
+OF_TOKENS = ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size")
+"""Options that look at the tokens of the source."""
+
+OWN = (*OF_TOKENS, "prefix_allowed_tokens_fn")
+"""Options whose processors are each text's own."""
+
+OF_SOURCES = ("decoder_input_ids", "decoder_start_token_id", "decoder_attention_mask")
+OF_SOURCES += ("language", "task")
+"""Options of models that read a source."""
 
 ENDLESS = 2**31 - 1
 """Tokens that a text may have whose rows are dropped and turned."""
@@ -25,9 +39,10 @@ ENDLESS = 2**31 - 1
 
 @dataclass(frozen=True)
 class Request:
-    """prompts: i64[B,S] on the CPU, as given, each as often as it is continued. texts: the
-    sequences without padding, with their limits. stopping: what ends one. pad: the token that fills
-    finished ones. sources: what the texts are written from, where the model reads that first.
+    """prompts: i64[B,S] on the CPU, padded on the left, each as often as it is continued. texts:
+    the sequences without padding, with their limits, and behind them their guides, if they have
+    any. stopping: what ends one. pad: the token that
+    fills finished ones. sources: what the texts are written from, where the model reads that first.
     pictures: of each text, where some have any."""
 
     prompts: torch.Tensor
@@ -38,6 +53,11 @@ class Request:
     sources: Sources | None = None
     pictures: Sequence[PlacedRows] = ()
 
+    @property
+    def own(self) -> Sequence[Text]:
+        """The texts that are returned."""
+        return self.texts[: len(self.prompts)]
+
     def emitter(self) -> Emitter | None:
         """Who hands tokens to the streamer, if there is one; it is shown the prompts at once."""
         streamer = self.options.streamer
@@ -45,9 +65,9 @@ class Request:
 
     def sequences(self) -> torch.Tensor:
         """i64[B,S+N]: prompts with their padding, new tokens, padding to the longest."""
-        longest = max(text.generated for text in self.texts)
-        new = torch.full((len(self.texts), longest), self.pad, dtype=torch.int64)
-        for index, text in enumerate(self.texts):
+        longest = max(text.generated for text in self.own)
+        new = torch.full((len(self.own), longest), self.pad, dtype=torch.int64)
+        for index, text in enumerate(self.own):
             new[index, : text.generated] = torch.tensor(text.tokens[text.prompt :])
         return torch.cat([self.prompts, new], dim=1)
 
@@ -66,23 +86,37 @@ def read_request(
     options = read_options(keywords, info)
     sources = None
     if program.plan.source.encoder is not None:
+        if options.position_ids is not None:
+            raise InputError("position_ids: expected none where texts are written from a source")
         sources = read_sources(input_ids, options.attention_mask, program)
         input_ids = _beginnings(options, len(sources.tokens), program, heard)
         options = replace(options, attention_mask=torch.ones_like(input_ids))
         sources = sources.repeated(options.num_return_sequences)
     else:
-        for name in ("decoder_input_ids", "language", "task"):
+        for name in OF_SOURCES:
             if getattr(options, name) is not None:
                 raise InputError(
                     f"{name}: {program.name} reads no source; its prompts are input_ids"
                 )
+        if isinstance(input_ids, torch.Tensor):
+            check_positions(input_ids, options)
+            input_ids, mask = aligned(input_ids, options.attention_mask)
+            options = replace(options, attention_mask=mask)
     texts = read_prompts(input_ids, options, info)
     pictures = read_pictures(options, texts, program)
     if sources is not None:
         for text, tokens in zip(texts, sources.tokens, strict=True):
             text.source = tokens
+    asked = [name for name in OF_TOKENS if options.asks(name)]
+    if asked and sources is not None and not all(sources.tokens):
+        raise InputError(f"{asked[0]}: {program.name} reads a source that has no tokens of its own")
+    tokenizer = _tokenizer(options, program)
+    _process(texts, options, info, input_ids.shape[1], tokenizer)
     _force_first(texts, options)
-    stopping = Stopping(options, info)
+    guides = guides_for(texts, options, info)
+    if guides and (sources is not None or any(picture.rows.numel() for picture in pictures)):
+        raise InputError("guidance_scale: expected prompts that are texts alone, without a source")
+    stopping = Stopping(options, info, tokenizer)
     pad = options.pad(info)
     if pad is None and stopping.early and len(texts) > 1:
         raise InputError(
@@ -90,7 +124,44 @@ def read_request(
             "end token is known: give pad_token_id"
         )
     prompts = input_ids.cpu().repeat_interleave(options.num_return_sequences, 0)
-    return Request(prompts, texts, options, stopping, 0 if pad is None else pad, sources, pictures)
+    pad = 0 if pad is None else pad
+    return Request(prompts, [*texts, *guides], options, stopping, pad, sources, pictures)
+
+
+def _process(
+    texts: Sequence[Text],
+    options: GenerationOptions,
+    info: ModelInfo,
+    width: int,
+    tokenizer: Any,
+) -> None:
+    """Give each text its processors, the same to all that may share them."""
+    eos, made = options.eos(info), {}
+    prompts = [len(text.tokens) for text in texts]
+    grammars = grammars_for(options, prompts, tokenizer, eos, info.vocab_size)
+    own = bool(grammars) or any(map(options.asks, OWN))
+    for index, text in enumerate(texts):
+        text.grammar = grammars[index] if grammars else None
+        source = text.source or text.tokens
+        subject = Subject(index, text.tokens, source, width, eos, info.vocab_size, text.grammar)
+        key = index if own else prompts[index]
+        if key not in made:
+            made[key] = processors_for(options, subject)
+        text.processors = made[key]
+
+
+def _tokenizer(options: GenerationOptions, program: Program) -> Any:
+    """What reads and writes texts, if an option needs it. Errors: `InputError` if none does."""
+    name = "stop_strings" if options.stop_strings else grammar_asked(options)
+    if name is None or options.tokenizer is not None:
+        return options.tokenizer
+    path = program.assets.get("tokenizer.json")
+    if path is None:
+        instead = ", or stop (lists of token ids)" if name == "stop_strings" else ""
+        raise InputError(
+            f"{name}: {program.name} came without a tokenizer.json; give tokenizer={instead}"
+        )
+    return read_tokenizer(path)
 
 
 def _beginnings(
@@ -99,19 +170,31 @@ def _beginnings(
     """What the texts begin with, i64[B,S]: what the plan says, unless a call says otherwise."""
     plan, given = program.plan.source, options.decoder_input_ids
     assert isinstance(plan, Encoded)
-    if given is None:
+    start = (
+        plan.start if options.decoder_start_token_id is None else [options.decoder_start_token_id]
+    )
+    if given is None and options.decoder_start_token_id is None:
         return torch.tensor(openings(options, batch, plan, heard))
     if options.language is not None or options.task is not None:
         raise InputError("both decoder_input_ids and a language or task are given; give one")
+    first = torch.tensor([start] * batch)
+    if given is None:
+        return first
     if given.dtype != torch.int64 or given.dim() != 2 or len(given) != batch or not given.numel():
         raise InputError(
             f"decoder_input_ids: expected i64[{batch},S], one row a source, got {given.dtype} of "
             f"shape {list(given.shape)}"
         )
+    mask = options.decoder_attention_mask
+    if mask is not None and (mask.shape != given.shape or not bool(mask.all())):
+        raise InputError(
+            "decoder_attention_mask: expected ones, in the shape of decoder_input_ids: give "
+            "beginnings of one length"
+        )
     given = given.cpu()
     # As transformers: texts always begin with the token that starts them.
-    begun = takes_features(program) or bool((given[:, 0] == plan.start[0]).any())
-    return given if begun else torch.cat([torch.tensor([plan.start] * batch), given], 1)
+    begun = takes_features(program) or bool((given[:, 0] == start[0]).any())
+    return given if begun else torch.cat([first, given], 1)
 
 
 def _force_first(texts: Sequence[Text], options: GenerationOptions) -> None:

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any
+
 import torch
 
 from ...ir import InputError, ModelInfo
+from ...ir.support.tokenizer import refusing
 from .checks import Hook
 from .options import GenerationOptions
+from .processors import from_transformers
 from .text import Text
 
 
 class Stopping:
     """Ends a sequence at its limit, at an end token, at a stop sequence, or when a hook says so.
 
-    last: the token that a text which is full ends with; None: any.
+    last: the token that a text which is full ends with; None: any. tokenizer: for `stop_strings`.
     """
 
-    def __init__(self, options: GenerationOptions, info: ModelInfo) -> None:
+    def __init__(self, options: GenerationOptions, info: ModelInfo, tokenizer: Any = None) -> None:
         self.eos = frozenset(options.eos(info))
         self.stop = [list(tokens) for tokens in options.stop]
         self.hooks: tuple[Hook, ...] = tuple(options.stopping_criteria)  # type: ignore[arg-type]
+        if options.stop_strings:
+            self.hooks += (_ends_with(options.stop_strings, tokenizer),)
+        if options.max_time is not None:
+            self.hooks += (partial(_late, perf_counter() + options.max_time),)
         self.simple = not self.stop and not self.hooks
         self.last = options.forced_eos_token_id
 
@@ -61,6 +72,24 @@ class Stopping:
             return False
         ids = torch.tensor([text.tokens])
         return any(_says_yes(hook(ids, None)) for hook in self.hooks)
+
+
+def _late(deadline: float, ids: torch.Tensor, scores: object) -> bool:
+    return perf_counter() > deadline
+
+
+def _ends_with(texts: str | Sequence[str], tokenizer: Any) -> Hook:
+    """transformers' criterion: whether a text's last token completes one of some texts."""
+    from tokenizers import Tokenizer
+
+    if isinstance(tokenizer, Tokenizer):
+        fast = from_transformers("stop_strings", "PreTrainedTokenizerFast")
+        tokenizer = fast(tokenizer_object=tokenizer)
+    with refusing("stop_strings"):
+        made: Hook = from_transformers("stop_strings", "StopStringCriteria")(
+            tokenizer=tokenizer, stop_strings=list(texts)
+        )
+    return made
 
 
 def _says_yes(answer: object) -> bool:

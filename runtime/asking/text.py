@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .grammar import Grammar
+    from .processors import Processor
 
 
 @dataclass(slots=True)
@@ -13,7 +20,9 @@ class Text:
     source: tokens that it is written from, which are no part of it. stands: by their places in the
     text, ids that are fed for tokens in whose places rows of pictures stand. whole: (first, last +
     1) of tokens of the prompt that have to be fed at once. places: the positions of the prompt's
-    tokens, where they are not 0, 1, 2, ...
+    tokens, where they are not 0, 1, 2, ... processors: what changes the scores of its tokens.
+    grammar: among those, if there is one. logits, scores: f32[V], what each new token was chosen
+    by, if a call wants them.
 
     rows: of the caches, those that hold something of the sequence; a step appends after them.
     position: of the next token that is fed. The last token is not fed yet. Both grow with the text;
@@ -30,6 +39,10 @@ class Text:
     stands: Mapping[int, int] = field(default_factory=dict)
     whole: Sequence[tuple[int, int]] = ()
     places: Sequence[int] = ()
+    processors: Sequence[Processor] = ()
+    grammar: Grammar | None = None
+    logits: list[torch.Tensor] = field(default_factory=list)
+    scores: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def generated(self) -> int:

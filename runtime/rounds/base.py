@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -26,9 +26,10 @@ from ..speculate.drafters.grown import drafter_for
 from ..speculate.lengths.base import LENGTHS
 from ..speculate.sampling import StepToVerify
 from ..speculate.setting import Setting
-from ..speculate.verifiers.base import GREEDY, SAMPLING, VERIFIERS
+from ..speculate.verifiers.base import GREEDY, SAMPLING, VERIFIERS, Verdict
 from ..stats import Stats
 
+T = TypeVar("T")
 StepOutputs: TypeAlias = Mapping[str, torch.Tensor]
 
 SOON = 7
@@ -38,17 +39,19 @@ SOON = 7
 class Decoding:
     """One generation: what the plan's parts are, and what every round does in the same way.
 
-    texts: the sequences, which grow in place. feeder: runs steps; reader: prompts, or their last
+    texts: the sequences, which grow in place; own: those that are returned, which come before
+    their guides. feeder: runs steps; reader: prompts, or their last
     tokens where `ahead` has the others. kept: what earlier calls left in the caches. retired: texts
-    of which nothing lies there any more. fetch: outputs that a general step must return. read: told
-    of each step before it is verified; None if no part reads. Errors: `UnsupportedError` for
-    a plan that cannot be carried out.
+    of which nothing lies there any more. grammars: whether texts have any. fetch: outputs that a
+    general step must return. read: told of each step before it is verified; None if no part reads.
+    Errors: `UnsupportedError` for a plan that cannot be carried out.
     """
 
     def __init__(self, executable: Executable, request: Request) -> None:
         program, options = executable.program, request.options
         plan, batch = program.plan, len(request.texts)
         self.program, self.texts, self.stopping = program, request.texts, request.stopping
+        self.own = request.own
         self.depth = DEPTHS.find(plan.depth)(plan.depth, executable)
         self.cache = CACHES.find(plan.cache)(plan.cache, executable)
         self.length = LENGTHS.find(plan.length)(plan.length, executable, batch)
@@ -72,6 +75,7 @@ class Decoding:
         self.read = partial(_tell, readers) if readers else None
         self.emitter = request.emitter()
         self.no_drafts = [NO_DRAFT] * batch
+        self.grammars = any(text.grammar is not None for text in self.texts)
         self.stats = Stats(target_layers=self.depth.total)
         # A step without states is none of a model's. What texts are written from a source holds of
         # them is nothing to texts from another one.
@@ -197,28 +201,47 @@ class Decoding:
 
         columns: where the values of each sequence's last token are.
         """
-        verdicts = self.verifier.verify(StepToVerify(outputs, self.texts, drafts))
+        own = self.own
+        verdicts = self.verifier.verify(StepToVerify(outputs, own, drafts[: len(own)]))
         if any(draft.parents is not None for draft in drafts):
             past = [0 if text.done else text.rows for text in self.texts]
-            self.feeder.keep(past, [verdict.path for verdict in verdicts])
+            self.feeder.keep(past, [verdict.path for verdict in self.paired(verdicts)])
+        commits, paths = self._commit(verdicts, drafts)
+        step = VerifiedStep(drafts, paths, commits, columns, outputs)
+        self.drafter.observe(step)
+        self.emit(commits)
+        return step
+
+    def _commit(
+        self, verdicts: Sequence[Verdict], drafts: Sequence[Draft]
+    ) -> tuple[Sequence[list[int]], Sequence[Sequence[int]]]:
+        """Commit what each sequence gained: its tokens, and the accepted nodes among them."""
         commits, paths = [], []
-        for text, (path, gained), draft in zip(self.texts, verdicts, drafts, strict=True):
+        for text, (path, gained), draft in zip(self.own, verdicts, drafts, strict=False):
             kept = self.stopping.commit(text, gained) if gained else []
+            if self.verifier.scorer.records:
+                self.verifier.scorer.record(len(commits), text, [-1, *path][: len(kept)])
             if len(kept) < len(path):
                 path = path[: len(kept)]
             commits.append(kept)
             paths.append(path)
             self.stats.draft_tokens += len(draft.tokens)
             self.stats.accepted_tokens += len(path)
-        step = VerifiedStep(drafts, paths, commits, columns, outputs)
-        self.drafter.observe(step)
-        self.emit(commits)
-        return step
+        for text, guide, kept in zip(self.own, self.texts[len(self.own) :], commits, strict=False):
+            guide.tokens += kept
+            guide.grow(len(kept))
+            guide.done = text.done
+        return self.paired(commits), self.paired(paths)
+
+    def paired(self, each: Sequence[T]) -> Sequence[T]:
+        """What the texts have, for them and for their guides."""
+        count = len(self.own)
+        return each if count == len(self.texts) else [*each[:count], *each[:count]]
 
     def emit(self, commits: Sequence[Sequence[int]]) -> None:
         """Hand on what a step committed."""
         if self.emitter is not None:
-            self.emitter.push(self.texts, commits)
+            self.emitter.push(self.own, commits[: len(self.own)])
 
 
 def _require(program: Program, function: str) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...ir.plan.base import Contract
 from ..depth.base import StepFeed
-from ..feeding.draft import Draft, UnverifiedStep, VerifiedStep
+from ..feeding.draft import NO_DRAFT, Draft, UnverifiedStep, VerifiedStep
 from .base import Decoding, Round
 
 
@@ -20,13 +21,14 @@ class GeneralRound(Round):
         return 1
 
     def run(self, most: int | None) -> int:
-        decoding, live = self.decoding, len(self.decoding.live)
+        decoding = self.decoding
+        live = sum(not text.done for text in decoding.own)
         before = decoding.clock()
-        drafts = self.propose()
+        drafts = decoding.paired(self.propose())
         between = decoding.clock()
-        made = sum(text.generated for text in decoding.texts)
+        made = sum(text.generated for text in decoding.own)
         step = self.step(drafts)
-        made = sum(text.generated for text in decoding.texts) - made
+        made = sum(text.generated for text in decoding.own) - made
         decoding.stats.skipped_layers += (decoding.depth.total - decoding.depth.ran) * made
         decoding.length.observe(step, between - before, decoding.clock() - between)
         decoding.stats.count(1, live)
@@ -39,6 +41,8 @@ class GeneralRound(Round):
         rooms = [0 if text.done else text.room + beyond for text in decoding.texts]
         if limit is not None:
             rooms = [min(room, limit - 1) for room in rooms]
+        if forced := self.forced(rooms):
+            return forced
         counts = decoding.length.limits(rooms)
         if not any(counts):
             return decoding.no_drafts
@@ -47,6 +51,22 @@ class GeneralRound(Round):
             draft.cut(count) if len(draft.tokens) > count else draft
             for draft, count in zip(drafts, counts, strict=True)
         ]
+
+    def forced(self, rooms: Sequence[int]) -> Sequence[Draft]:
+        """What grammars force each text to go on with; () if that is nothing. The drafter is not
+        asked then: it learns of such steps as of any others. Where a draft that is rejected cannot
+        be taken back, or has to be the drafter's own, there is none."""
+        decoding, plan = self.decoding, self.decoding.program.plan
+        lossless = plan.verify.contract is Contract.LOSSLESS
+        if not decoding.grammars or not lossless or decoding.program.recurrent:
+            return ()
+        drafts = [
+            Draft(text.grammar.forced(text.tokens)[:room])
+            if text.grammar is not None and room > 0
+            else NO_DRAFT
+            for text, room in zip(decoding.texts, rooms, strict=True)
+        ]
+        return drafts if any(draft.tokens for draft in drafts) else ()
 
     def step(self, drafts: Sequence[Draft]) -> VerifiedStep:
         """Feed last tokens and drafts, and verify. Drafts wider than any step are cut."""

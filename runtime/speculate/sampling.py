@@ -1,13 +1,14 @@
 """From logits to the scores and probabilities that a token is chosen by.
 
-Each function works on rows [R,V] at once; their order and meaning are transformers': repetition
-penalty, no end before `min_new_tokens`, then (when sampling) temperature, top-k, top-p, min-p.
-After a top-k only the k candidates are carried on, so that what follows does not cost a vocabulary.
+Everything works on rows [R,V] at once; order and meaning are transformers': the processors of a
+text (`asking/processors.py`), then (when sampling) temperature, top-k, top-p, min-p. After a top-k
+only the k candidates are carried on, so that what follows does not cost a vocabulary.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,55 +16,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...ir import InputError, ModelInfo
+from ...ir import InputError
+from ..asking.filters import keep_min_p, keep_top_k, keep_top_p
+from ..asking.guides import guided
 from ..asking.options import GenerationOptions
 from ..asking.text import Text
 from ..feeding.draft import Draft
 
-NOTHING = float("-inf")
 Array: TypeAlias = npt.NDArray[Any]
-
-
-def penalize_repetition(scores: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
-    """Seen tokens' scores divided by `penalty` where positive, multiplied where negative.
-
-    scores f32[R,V]; seen bool[R,V]. Source: Keskar et al., "CTRL" (2019).
-    """
-    penalized = torch.where(scores < 0, scores * penalty, scores / penalty)
-    return torch.where(seen, penalized, scores)
-
-
-def keep_top_k(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Scores [R,V] with all below the row's `count`-th largest at -inf; ties with it stay.
-
-    Source: Fan et al., "Hierarchical Neural Story Generation" (2018).
-    """
-    if count >= scores.shape[-1]:
-        return scores
-    bound = scores.topk(count).values[:, -1:]
-    return scores.masked_fill(scores < bound, NOTHING)
-
-
-def keep_top_p(scores: torch.Tensor, mass: float) -> torch.Tensor:
-    """Scores [R,V] with the least likely tokens, together at most 1 - mass, at -inf.
-
-    The most likely token always stays. Source: Holtzman et al., "The Curious Case of Neural Text
-    Degeneration" (2020).
-    """
-    ascending, order = scores.sort(dim=-1)
-    below = ascending.softmax(-1).cumsum(-1)
-    dropped = below <= 1 - mass
-    dropped[:, -1] = False
-    return scores.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), NOTHING)
-
-
-def keep_min_p(scores: torch.Tensor, share: float) -> torch.Tensor:
-    """Scores [R,V] with tokens less likely than `share` of the row's likeliest at -inf.
-
-    Source: Nguyen et al., "Turning Up the Heat: Min-p Sampling" (2024).
-    """
-    chances = scores.softmax(-1)
-    return scores.masked_fill(chances < share * chances.amax(-1, keepdim=True), NOTHING)
 
 
 class Chances(NamedTuple):
@@ -135,6 +95,10 @@ def warp(scores: torch.Tensor, options: GenerationOptions) -> Chances:
         scores = keep_top_p(scores, options.top_p)
     if options.min_p > 0.0:
         scores = keep_min_p(scores, options.min_p)
+    return _chances(scores, ids)
+
+
+def _chances(scores: torch.Tensor, ids: torch.Tensor | None) -> Chances:
     probs = scores.softmax(-1).numpy()
     # One NaN or +inf score makes a whole row NaN, so one column tells.
     if any(map(math.isnan, probs[:, 0].tolist())):
@@ -170,7 +134,8 @@ def _warmed(
 class StepToVerify(NamedTuple):
     """A step to be verified. outputs: ``logits`` [B,S,V] with S > the largest draft, or ``argmax``
     i64[B,S]: column 0 of a sequence is the target's view after its last committed token, column
-    i + 1 that after draft node i."""
+    i + 1 that after draft node i. Behind the rows of the texts are those of their guides, if they
+    have any."""
 
     outputs: Mapping[str, torch.Tensor]
     texts: Sequence[Text]
@@ -180,19 +145,19 @@ class StepToVerify(NamedTuple):
 class Scorer:
     """Turns the logits of a step's verified tokens into scores, under the user's options.
 
-    A row belongs to a sequence and the draft node after which it speaks, -1 for the root; what the
-    repetition penalty counts as seen grows along the node's path.
+    A row belongs to a sequence and the draft node after which it speaks, -1 for the root; its text
+    is the sequence's with the node's path. records: whether the call wants scores or logits.
     """
 
-    def __init__(self, options: GenerationOptions, info: ModelInfo, batch: int) -> None:
+    def __init__(self, options: GenerationOptions) -> None:
         self.options = options
-        self.eos = list(options.eos(info))
-        self.seen = torch.zeros(batch, info.vocab_size, dtype=torch.bool)
-        self.counted = [0] * batch
+        self.records = options.records
+        self.ids: dict[int, torch.Tensor] = {}
 
     def rows(self, step: StepToVerify) -> tuple[torch.Tensor, list[tuple[int, int]]]:
         """Scores f32[R,V] of a step's ``logits``, whose memory they may share, and each row's
-        (sequence, node). Finished sequences give no rows."""
+        (sequence, node). Finished sequences give no rows. The rows of nodes that no processor
+        leaves a chance are logits as they are: nothing looks at them."""
         outputs, texts, drafts = step
         owners = [
             (index, node)
@@ -206,51 +171,83 @@ class Scorer:
         else:
             columns = [node + 1 for _, node in owners]
             scores = logits[[index for index, _ in owners], columns].to("cpu", torch.float32)
-        if self.options.repetition_penalty != 1.0:
-            seen = self._seen(step, owners)
-            scores = penalize_repetition(scores, seen, self.options.repetition_penalty)
-        if self.options.min_new_tokens and self.eos:
-            scores = self._forbid(self.eos, self.options.min_new_tokens, scores, step, owners)
-        if first := list(self.options.begin_suppress_tokens):
-            scores = self._forbid(first, 1, scores, step, owners)
-        if never := list(self.options.suppress_tokens):
-            scores = scores.clone()
-            scores[:, torch.tensor(never)] = NOTHING
+        raw = scores
+        if self.options.guided:
+            away = [index + len(texts) for index, _ in owners]
+            guides = logits[away, [node + 1 for _, node in owners]].to("cpu", torch.float32)
+            scores = guided(raw, guides, self.options.guidance_scale or 0.0)
+        if any(text.processors for text in texts):
+            scores = self._processed(scores.clone(), step, owners)
+        if self.records:
+            self.last = raw, scores, {owner: row for row, owner in enumerate(owners)}
         return scores, owners
+
+    def record(self, index: int, text: Text, nodes: Sequence[int]) -> None:
+        """Keep what a sequence's text chose its tokens by: after these nodes of the last step."""
+        logits, scores, rows = self.last
+        for node in nodes:
+            row = rows[index, node]
+            text.logits.append(logits[row].clone())
+            text.scores.append(scores[row].clone())
 
     def warp(self, scores: torch.Tensor) -> Chances:
         """What to sample from. Errors: `InputError` for NaN scores [R,V]."""
-        return warp(scores, self.options)
+        return _chances(scores, None) if self.options.warps_whole else warp(scores, self.options)
 
-    def _seen(self, step: StepToVerify, owners: list[tuple[int, int]]) -> torch.Tensor:
-        for index, text in enumerate(step.texts):
-            self.seen[index, text.tokens[self.counted[index] :]] = True
-            self.counted[index] = len(text.tokens)
-        seen = self.seen[[index for index, _ in owners]]
-        for row, (index, node) in enumerate(owners):
-            draft = step.drafts[index]
-            seen[row, [draft.tokens[before] for before in draft.path(node)]] = True
-        return seen
-
-    def _forbid(
-        self,
-        tokens: list[int],
-        least: int,
-        scores: torch.Tensor,
-        step: StepToVerify,
-        owners: list[tuple[int, int]],
+    def _processed(
+        self, scores: torch.Tensor, step: StepToVerify, owners: Sequence[tuple[int, int]]
     ) -> torch.Tensor:
-        """Scores under which none of these is among a text's first `least` new tokens."""
-        early = [
-            row
-            for row, (index, node) in enumerate(owners)
-            if step.texts[index].generated + step.drafts[index].depth(node) < least
-        ]
-        if not early:
-            return scores
-        scores = scores.clone()
-        scores[torch.tensor(early)[:, None], torch.tensor(tokens)] = NOTHING
+        """Scores, changed in place, behind each row's processors.
+
+        From the root down: a token that a parent's scores forbid is never kept, and what processors
+        make of a text with it may be an error.
+        """
+        place = {owner: row for row, owner in enumerate(owners)}
+        levels: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for index, node in owners:
+            levels[step.drafts[index].depth(node)].append((index, node))
+        for _, level in sorted(levels.items()):
+            groups: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+            for index, node in level:
+                if self._possible(scores, step.drafts[index], index, node, place):
+                    text = step.texts[index]
+                    groups[id(text.processors), len(text.tokens)].append((index, node))
+            for group in groups.values():
+                ids = torch.stack([self._text(step, index, node) for index, node in group])
+                rows = [place[owner] for owner in group]
+                changed = scores[rows]
+                for processor in step.texts[group[0][0]].processors:
+                    changed = processor(ids, changed)
+                scores[rows] = changed.to(scores.dtype)
         return scores
+
+    def _possible(
+        self,
+        scores: torch.Tensor,
+        draft: Draft,
+        index: int,
+        node: int,
+        place: dict[tuple[int, int], int],
+    ) -> bool:
+        """Whether a node may be kept; those that cannot are taken out of `place`."""
+        if node < 0:
+            return True
+        parent = node - 1 if draft.parents is None else draft.parents[node]
+        row = place.get((index, parent))
+        if row is None or not float(scores[row, draft.tokens[node]]) > float("-inf"):
+            del place[index, node]
+            return False
+        return True
+
+    def _text(self, step: StepToVerify, index: int, node: int) -> torch.Tensor:
+        """A row's text, i64[L]."""
+        tokens, held = step.texts[index].tokens, self.ids.get(index)
+        if held is None or len(held) < len(tokens):
+            new = torch.tensor(tokens[0 if held is None else len(held) :])
+            held = self.ids[index] = new if held is None else torch.cat([held, new])
+        draft = step.drafts[index]
+        path = [draft.tokens[before] for before in draft.path(node)]
+        return torch.cat([held, torch.tensor(path, dtype=torch.int64)]) if path else held
 
 
 def bad_logits() -> InputError:

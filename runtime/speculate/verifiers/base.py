@@ -43,7 +43,7 @@ class Verifier(ABC):
         self, record: Any, program: Program, options: GenerationOptions, batch: int
     ) -> None:
         self.record, self.program, self.options = record, program, options
-        self.scorer = Scorer(options, program.info, batch)
+        self.scorer = Scorer(options)
 
     @abstractmethod
     def verify(self, step: StepToVerify) -> list[Verdict]:
