@@ -236,7 +236,7 @@ def table() -> str:
     """The table of docs/generate.md."""
     from graftwork.runtime.asking.other_keywords import INSTEAD
 
-    rows = ["| keyword | | |", "|---|---|---|"]
+    rows = ["| keyword | what becomes of it | |", "|---|---|---|"]
     for case in CASES:
         note = f"use {INSTEAD[case.name]}" if case.verdict in (BOTH, REFUSED) else case.note
         rows.append(f"| `{case.name}` | {case.verdict} | {note} |")

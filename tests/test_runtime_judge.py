@@ -70,6 +70,13 @@ def test_thresholds_decide_between_the_exact_text_and_the_drafters(backend: str)
         assert torch.equal(result.sequences, plain) == exact
         if not exact:
             assert result.stats.accepted_per_step > 3
+            # What an option forbids, the judge cannot let pass.
+            never = result.sequences[:, 6:12].flatten().tolist()
+            for sampled in (False, True):
+                options = {"suppress_tokens": never, "do_sample": sampled}
+                other = decode(Planned(executable, replace(plan, verify=verify)), **options)
+                assert not set(never) & set(other.sequences[:, 4:].flatten().tolist())
+                assert other.stats.accepted_per_step > 1
 
 
 def verdicts(

@@ -46,7 +46,7 @@ INSTEAD = {
     "pixel_values": "image_embeds: what the model's tower makes of them, one row an image token "
     "(transformers' get_image_features)",
     "past_key_values": "the whole text as input_ids: what earlier calls have run is not run again",
-    "token_healing": "stop_strings, or a prompt that ends with a whole word",
+    "token_healing": "a prompt that ends with a whole word",
     "num_beams": "num_return_sequences with do_sample=True",
     "penalty_alpha": "the recipe speculative_contrastive, which contrasts with a weak model",
     "dola_layers": "logits_processor",

@@ -73,7 +73,7 @@ def _made(rule: Rule, own: list[Any]) -> Processor:
         if type(hook).__name__ == rule.named:
             own.remove(hook)
             return partial(_checked, hook)
-    if callable(rule.made):
+    if not isinstance(rule.made, tuple):
         return rule.made
     cls = from_transformers(rule.keyword, rule.named)
     with refusing(rule.keyword):
@@ -95,6 +95,8 @@ def from_transformers(keyword: str, name: str) -> Any:
 
 def _rules(o: GenerationOptions, s: Subject) -> Iterator[Rule]:
     """What comes before the call's own processors."""
+    own: Processor
+    made: tuple[Any, ...]
     source, eos = torch.tensor([list(s.source)]), torch.tensor(list(s.eos), dtype=torch.int64)
     length = len(s.prompt)
     if o.sequence_bias:
@@ -137,6 +139,7 @@ def _rules(o: GenerationOptions, s: Subject) -> Iterator[Rule]:
 
 def _last_rules(o: GenerationOptions, s: Subject) -> Iterator[Rule]:
     """What comes after the call's own processors."""
+    own: Processor
     if o.warps_whole:
         yield from _warpers(o)
     if o.watermarking_config is not None:
@@ -153,6 +156,7 @@ def _last_rules(o: GenerationOptions, s: Subject) -> Iterator[Rule]:
 
 def _warpers(o: GenerationOptions) -> Iterator[Rule]:
     """Temperature and filters on whole rows."""
+    own: Processor
     if o.asks("temperature"):
         own = partial(_on_scores, lambda scores: scores / o.temperature)
         yield Rule("temperature", "TemperatureLogitsWarper", own)

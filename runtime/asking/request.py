@@ -16,7 +16,7 @@ from .guides import guides_for
 from .image_embeds import PlacedRows, read_pictures
 from .input_ids import aligned, check_positions, read_prompts
 from .options import GenerationOptions, read_options
-from .processors import Subject, processors_for
+from .processors import Processor, Subject, processors_for
 from .sources import Sources, read_sources, takes_features
 from .speech import openings
 from .stopping import Stopping
@@ -136,7 +136,7 @@ def _process(
     tokenizer: Any,
 ) -> None:
     """Give each text its processors, the same to all that may share them."""
-    eos, made = options.eos(info), {}
+    eos, made = options.eos(info), dict[int, tuple[Processor, ...]]()
     prompts = [len(text.tokens) for text in texts]
     grammars = grammars_for(options, prompts, tokenizer, eos, info.vocab_size)
     own = bool(grammars) or any(map(options.asks, OWN))

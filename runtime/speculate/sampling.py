@@ -147,17 +147,22 @@ class Scorer:
 
     A row belongs to a sequence and the draft node after which it speaks, -1 for the root; its text
     is the sequence's with the node's path. records: whether the call wants scores or logits.
+    best_only: whether nothing but the best token after each row is ever kept. dead: (sequence,
+    node) of the last step that must not be kept, whatever a verifier thinks of it.
     """
+
+    best_only = False
 
     def __init__(self, options: GenerationOptions) -> None:
         self.options = options
         self.records = options.records
         self.ids: dict[int, torch.Tensor] = {}
+        self.dead: frozenset[tuple[int, int]] = frozenset()
 
     def rows(self, step: StepToVerify) -> tuple[torch.Tensor, list[tuple[int, int]]]:
         """Scores f32[R,V] of a step's ``logits``, whose memory they may share, and each row's
-        (sequence, node). Finished sequences give no rows. The rows of nodes that no processor
-        leaves a chance are logits as they are: nothing looks at them."""
+        (sequence, node). Finished sequences give no rows. The rows of nodes that cannot be kept
+        are logits as they are: nothing looks at them."""
         outputs, texts, drafts = step
         owners = [
             (index, node)
@@ -199,8 +204,8 @@ class Scorer:
     ) -> torch.Tensor:
         """Scores, changed in place, behind each row's processors.
 
-        From the root down: a token that a parent's scores forbid is never kept, and what processors
-        make of a text with it may be an error.
+        From the root down: what cannot be kept behind a parent's scores costs nothing, and what
+        processors would make of a text with a token that they forbid may be an error.
         """
         place = {owner: row for row, owner in enumerate(owners)}
         levels: dict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -219,6 +224,7 @@ class Scorer:
                 for processor in step.texts[group[0][0]].processors:
                     changed = processor(ids, changed)
                 scores[rows] = changed.to(scores.dtype)
+        self.dead = frozenset(owner for owner in owners if owner not in place)
         return scores
 
     def _possible(
@@ -233,11 +239,14 @@ class Scorer:
         if node < 0:
             return True
         parent = node - 1 if draft.parents is None else draft.parents[node]
-        row = place.get((index, parent))
-        if row is None or not float(scores[row, draft.tokens[node]]) > float("-inf"):
+        row, token = place.get((index, parent)), draft.tokens[node]
+        if row is not None and self.best_only:
+            possible = int(scores[row].argmax()) == token
+        else:
+            possible = row is not None and float(scores[row, token]) > float("-inf")
+        if not possible:
             del place[index, node]
-            return False
-        return True
+        return possible
 
     def _text(self, step: StepToVerify, index: int, node: int) -> torch.Tensor:
         """A row's text, i64[L]."""

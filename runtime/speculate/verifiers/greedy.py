@@ -31,6 +31,7 @@ class GreedyVerifier(Verifier):
     ) -> None:
         super().__init__(record, program, options, batch)
         self.vocabulary = program.info.vocab_size
+        self.scorer.best_only = self.argmax_suffices
         offered = "argmax" in program.step.outputs
         if self.argmax_suffices and offered and not options.reshapes_logits:
             self.fetch, self.takes_argmax = ("argmax",), True

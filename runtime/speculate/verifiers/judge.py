@@ -32,6 +32,7 @@ class _Judging(Verifier):
         self, record: Judge, program: Program, options: GenerationOptions, batch: int
     ) -> None:
         super().__init__(record, program, options, batch)
+        self.scorer.best_only = False
         fn = program.function(record.function)
         self.dtype = type_of(fn.input("hidden")).dtype
         kept = {n: Weight.of(n, program.weights[n].load().to("cpu")) for n in fn.weights}
@@ -45,7 +46,7 @@ class _Judging(Verifier):
             return [frozenset()] * len(drafts)
         # Column 0 is the last committed token.
         widest = 1 + max(len(draft.tokens) for draft in drafts)
-        hidden = step.outputs[self.record.output][:, 1:widest].to("cpu", self.dtype)
+        hidden = step.outputs[self.record.output][: len(drafts), 1:widest].to("cpu", self.dtype)
         judged = run(self.judge, self.record.function, {"hidden": hidden})["judged"]
         passes = judged[..., 0].float().sigmoid() > self.record.threshold
         return [
@@ -61,7 +62,9 @@ class JudgeGreedy(_Judging, GreedyVerifier):
     def verify(self, step: StepToVerify) -> list[Verdict]:
         choices, passing = self._choices(step), self.judged(step)
         verdicts = []
-        for text, row, draft, nodes in zip(step.texts, choices, step.drafts, passing, strict=True):
+        each = zip(step.texts, choices, step.drafts, passing, strict=True)
+        for index, (text, row, draft, nodes) in enumerate(each):
+            nodes -= {node for i, node in self.scorer.dead if i == index}
             path = [] if text.done else _walked(row, draft, nodes)
             verdicts.append(NOTHING_GAINED if text.done else self._verdict(row, draft, path))
         return verdicts
@@ -86,9 +89,11 @@ class JudgeSampling(_Judging, RejectionVerifier):
 
     def verify(self, step: StepToVerify) -> list[Verdict]:
         nodes = self.judged(step)
-        self.passing = {id(draft): kept for draft, kept in zip(step.drafts, nodes, strict=True)}
+        each = enumerate(zip(step.drafts, nodes, strict=True))
+        self.passing = {id(draft): (index, kept) for index, (draft, kept) in each}
         return super().verify(step)
 
     def _pardoned(self, draft: Draft, siblings: Sequence[int]) -> int | None:
-        passing = self.passing[id(draft)]
-        return next((node for node in siblings if node in passing), None)
+        index, passing = self.passing[id(draft)]
+        kept = (n for n in siblings if n in passing and (index, n) not in self.scorer.dead)
+        return next(kept, None)
