@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, Unpack
 
 from ..ir import InputError, PassError
 from ..passes.engine.evidence import TextSample
 from ..recipe import Recipe
 from ..report import Choice, Cost
+from ..runtime.asking.keywords import GenerateOptions
 from .corpus import SAMPLE, read_corpus
 from .cost import Predicting, cost_of
 from .prompts import Prompts
@@ -29,7 +30,9 @@ class Decoding(Predicting, Protocol):
     @property
     def target(self) -> object: ...
     def forget(self) -> None: ...
-    def generate(self, input_ids: Sequence[Sequence[int]], /, **options: Any) -> Any: ...
+    def generate(
+        self, input_ids: Sequence[Sequence[int]], /, **options: Unpack[GenerateOptions]
+    ) -> Any: ...
 
 
 M = TypeVar("M", bound=Decoding)

@@ -30,12 +30,12 @@ Processor: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class Subject(NamedTuple):
     """What the processors of a text may depend on.
 
-    index: in the call. prompt: its tokens, without padding. source: what the model reads first, or
+    place: in the call. prompt: its tokens, without padding. source: what the model reads first, or
     the prompt. width: of the prompts with padding. eos: ids that end a text. vocabulary: of scores.
     grammar: what the text has to fit.
     """
 
-    index: int
+    place: int
     prompt: Sequence[int]
     source: Sequence[int]
     width: int
@@ -60,7 +60,7 @@ def processors_for(options: GenerationOptions, subject: Subject) -> tuple[Proces
     that keywords ask for. Errors: `InputError` for values that a class refuses, and where
     transformers is missing.
     """
-    own = list(options.logits_processor)
+    own: list[Any] = list(options.logits_processor)  # type: ignore[arg-type]
     before = [_made(rule, own) for rule in _rules(options, subject)]
     after = [_made(rule, own) for rule in _last_rules(options, subject)]
     custom = [partial(_checked, hook) for hook in own]
@@ -121,7 +121,7 @@ def _rules(o: GenerationOptions, s: Subject) -> Iterator[Rule]:
         own = partial(_never, tuple(s.eos), until)
         yield Rule("min_new_tokens", "MinNewTokensLengthLogitsProcessor", own)
     if o.prefix_allowed_tokens_fn is not None:
-        own = partial(_allowed, o.prefix_allowed_tokens_fn, s.index)
+        own = partial(_allowed, o.prefix_allowed_tokens_fn, s.place)
         yield Rule("prefix_allowed_tokens_fn", "PrefixConstrainedLogitsProcessor", own)
     if o.remove_invalid_values:
         yield Rule("remove_invalid_values", "InfNanRemoveLogitsProcessor", ())

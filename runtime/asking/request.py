@@ -29,8 +29,13 @@ OF_TOKENS = ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size")
 OWN = (*OF_TOKENS, "prefix_allowed_tokens_fn")
 """Options whose processors are each text's own."""
 
-OF_SOURCES = ("decoder_input_ids", "decoder_start_token_id", "decoder_attention_mask")
-OF_SOURCES += ("language", "task")
+OF_SOURCES = (
+    "decoder_input_ids",
+    "decoder_start_token_id",
+    "decoder_attention_mask",
+    "language",
+    "task",
+)
 """Options of models that read a source."""
 
 ENDLESS = 2**31 - 1

@@ -216,7 +216,8 @@ class Decoding:
         self, verdicts: Sequence[Verdict], drafts: Sequence[Draft]
     ) -> tuple[Sequence[list[int]], Sequence[Sequence[int]]]:
         """Commit what each sequence gained: its tokens, and the accepted nodes among them."""
-        commits, paths = [], []
+        commits: list[list[int]] = []
+        paths: list[Sequence[int]] = []
         for text, (path, gained), draft in zip(self.own, verdicts, drafts, strict=False):
             kept = self.stopping.commit(text, gained) if gained else []
             if self.verifier.scorer.records:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...ir.plan.base import Contract
+from ...ir.plan.contract import Contract
 from ..depth.base import StepFeed
 from ..feeding.draft import NO_DRAFT, Draft, UnverifiedStep, VerifiedStep
 from .base import Decoding, Round
