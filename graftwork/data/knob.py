@@ -134,7 +134,8 @@ def pace_of(made: Decoding, plain: Decoding) -> float:
         (document, *_) = read_corpus(SAMPLE, made.program)
         prompt = list(document)[:PROMPT]
     most = made.program.info.context - len(prompt)
-    asked = {"max_new_tokens": min(TOKENS, most), "do_sample": False, "eos_token_id": []}
+    asked: dict[str, Any] = {"max_new_tokens": min(TOKENS, most), "do_sample": False}
+    asked["eos_token_id"] = []
     rates: list[float] = []
     for place in range(ROUNDS + 1):
         pair: list[float] = []
