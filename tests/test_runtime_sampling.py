@@ -375,4 +375,5 @@ def test_samples_follow_the_distribution_under_processors():
         executable = TableExecutable(RULE, program(VOCAB, draft=DRAFTS[name]))
         drawn, accepted, drafted = texts_drawn(executable, PROMPT, LENGTH, (400, 3), asked)
         assert_distributed(drawn, expected)
-        assert 0.03 < accepted / drafted < 0.97
+        # Copies are what such n-grams forbid.
+        assert drafted and (accepted == 0 if name == "suffix" else accepted > 0.03 * drafted)
