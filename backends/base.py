@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -46,6 +47,18 @@ class StatefulExecutable:
         self.begun = 0
         self.turn = Turn()
         self._kept: dict[Hashable, dict[Any, Any]] = {}
+        self._shared: dict[Hashable, dict[Any, Any]] = {}
+
+    def sequences(self, first: int, count: int) -> Self:
+        """Some sequences as an executable of its own."""
+        part = copy(self)
+        part.buffers = self.buffers.sequences(first, count)
+        part.begun, part._kept = 0, {}
+        part._forget_addresses()
+        return part
+
+    def _forget_addresses(self) -> None:
+        """This copy has other buffers: drop what is bound to the old ones, do not change it."""
 
     def _fixed(self, function: str) -> Widths | None:
         """The widths of a function of the target where every step has so many columns."""
@@ -86,9 +99,9 @@ class StatefulExecutable:
         """Put rows there."""
         self.buffers.write_rows(sequence, start, rows)
 
-    def scratch(self, owner: Hashable) -> dict[Any, Any]:
+    def scratch(self, owner: Hashable, *, shared: bool = False) -> dict[Any, Any]:
         """A dict that lives as long as the executable."""
-        return self._kept.setdefault(owner, {})
+        return (self._shared if shared else self._kept).setdefault(owner, {})
 
     def state_bytes(self) -> int:
         """Bytes of all state buffers (on the CPU, some take memory only once they are written)."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from ..ir import LOG, SOURCE, InputError, Program, Sym, TensorType
+from ..ir import LOG, SOURCE, InputError, Program, Sym, TensorType, UnsupportedError
 from ..ir.support.memory import free_memory
 
 _ALIGN = 64
@@ -99,6 +100,13 @@ class StateBuffers:
         self.held = program.plan.cache.held
         self.source = program.plan.source.rows
         self.groups = self._groups(program)
+        self.parts: WeakSet[SomeSequences] = WeakSet()
+
+    def sequences(self, first: int, count: int) -> SomeSequences:
+        """See `Executable.sequences`."""
+        part = SomeSequences(self, first, count)
+        self.parts.add(part)
+        return part
 
     def _groups(self, program: Program) -> list[_Group]:
         alike: dict[object, list[str]] = {}
@@ -192,6 +200,8 @@ class StateBuffers:
                 self._take_memory(group, kept.get(str(group.symbol), 0))
         self.spares = {}
         self.epoch += 1
+        for part in list(self.parts):
+            part.follow()
 
     def _check_memory(self, groups: Collection[_Group]) -> None:
         """Errors: `InputError` for more than is free; it is taken bit by bit, while texts grow."""
@@ -293,6 +303,55 @@ class StateBuffers:
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(group.data.nbytes for group in self.groups)
+
+
+class SomeSequences(StateBuffers):
+    """Sequences first..first + batch - 1 of other buffers, whose memory they share."""
+
+    def __init__(self, whole: StateBuffers, first: int, count: int) -> None:
+        if not 0 <= first < first + count <= whole.batch:
+            raise InputError(
+                f"sequences {first} to {first + count}: there are {whole.batch} sequences"
+            )
+        self.__dict__.update(whole.__dict__)
+        self.all, self.first, self.batch, self.parts = whole, first, count, WeakSet()
+        self.follow()
+
+    def follow(self) -> None:
+        """The others have other memory: so have these."""
+        if self.first + self.batch > self.all.batch:
+            return  # they have begun anew, with fewer
+        self.capacities, self.epoch, self.spares = self.all.capacities, self.all.epoch, {}
+        self.groups = [replace(group, data=self._own(group)) for group in self.all.groups]
+        self.tensors = {
+            name: self.all.tensors[name] if group.together else _alone(name, group.data[place])
+            for group in self.groups
+            for place, name in enumerate(group.names)
+        }
+        for part in list(self.parts):
+            part.follow()
+
+    def _own(self, group: _Group) -> torch.Tensor:
+        if group.together:
+            return group.data
+        return group.data.narrow(group.batch_axis, self.first, self.batch)
+
+    def begin(self, batch: int, rows: int, *, anew: bool) -> None:
+        """Make room for new texts; other sequences keep theirs."""
+        if batch != self.batch:
+            raise InputError(f"{batch} texts begin in the places of {self.batch} sequences")
+        self.reserve(rows)
+
+    def reserve(self, rows: int, symbol: str | None = None) -> None:
+        """Grow the buffers of all sequences, keeping contents."""
+        self.all.reserve(rows, symbol)
+
+
+def _alone(name: str, data: torch.Tensor) -> torch.Tensor:
+    """Some sequences of a state as a tensor that is no view. Errors: `UnsupportedError`."""
+    if not data.is_contiguous():
+        raise UnsupportedError(f"state {name}: its sequences do not lie one behind the other")
+    return _no_view(data, data.view(-1).view(torch.uint8))
 
 
 def _no_view(data: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:

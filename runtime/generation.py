@@ -44,7 +44,7 @@ def forget(executable: Executable, *, learnt: bool = True) -> None:
     with executable.turn:
         Conversations.of(executable).forget()
         if learnt:
-            executable.scratch(LEARNT).clear()
+            executable.scratch(LEARNT, shared=True).clear()
 
 
 def check_request(input_ids: torch.Tensor, options: Mapping[str, Any], program: Program) -> None:

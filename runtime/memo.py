@@ -19,7 +19,7 @@ Memo: TypeAlias = Mapping[str, torch.Tensor]
 
 def learnt(executable: Executable, owner: Hashable) -> dict[Any, Any]:
     """A dict of the owner's for what texts teach it, kept from call to call until `forget`."""
-    kept: dict[Any, Any] = executable.scratch(LEARNT).setdefault(owner, {})
+    kept: dict[Any, Any] = executable.scratch(LEARNT, shared=True).setdefault(owner, {})
     return kept
 
 

@@ -186,7 +186,7 @@ class _Reader:
 
 
 def _marks(executable: Executable) -> dict[str, str]:
-    known = executable.scratch(program_mark)
+    known = executable.scratch(program_mark, shared=True)
     if "mark" not in known:  # it takes a look at every weight
         known["mark"] = program_mark(executable.program)
     return {"format": FORMAT, "version": VERSION, "program": known["mark"]}

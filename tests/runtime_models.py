@@ -198,7 +198,7 @@ class TableExecutable:
             self.cache[row, start:] = POISON
             self.cache[row, start : start + source.shape[1]] = kept[row]
 
-    def scratch(self, owner: Hashable) -> dict[Any, Any]:
+    def scratch(self, owner: Hashable, *, shared: bool = False) -> dict[Any, Any]:
         return self.kept.setdefault(owner, {})
 
     def state_bytes(self) -> int:

@@ -37,7 +37,7 @@ class Executable:
         self.program, self._widths = SimpleNamespace(plan=plan, step=step), widths
         self.kept = {}
 
-    def scratch(self, owner):
+    def scratch(self, owner, *, shared=False):
         return self.kept.setdefault(owner, {})
 
     def widths(self, function):

@@ -8,10 +8,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import Any, NamedTuple
 
 import torch
 
-from ...ir import GraftworkError, InputError, Program, Role, UnsupportedError, type_of
+from ...ir import Function, GraftworkError, InputError, Program, Role, UnsupportedError, type_of
 from ...ir.execution.analysis import is_repeatable
 from ...ir.execution.executable import ANY, DECOMPOSED, HeldCall, KernelUse, Memory, Outputs, Widths
 from ...ir.support.errors import execution_error
@@ -51,6 +52,15 @@ class Written:
     routers: Mapping[str, Router]
 
 
+class Opened(NamedTuple):
+    """A session and the function that it runs. memory: of its inputs and outputs; one for all
+    sequences, as one run is made at a time."""
+
+    function: Function
+    session: Any
+    memory: dict[str, torch.Tensor]
+
+
 class OnnxExecutable(StatefulExecutable):
     """See `ir.executable.Executable`. Any width runs equally well; sessions are made when needed.
 
@@ -70,8 +80,12 @@ class OnnxExecutable(StatefulExecutable):
         self._on_device = None if self.stream is None else DeviceWeights(self.stream.device)
         self.buffers.begin(1, 1, anew=True)
         self._kernels: dict[str, tuple[KernelUse, ...]] = {}
-        self._made: dict[str, dict[Variant, Step]] = {name: {} for name in program.functions}
+        self._opened: dict[tuple[str, Variant], Opened] = {}
+        self._forget_addresses()
         self._routers = {n: Router(program, f, target) for n, f in program.functions.items()}
+
+    def _forget_addresses(self) -> None:
+        self._made: dict[str, dict[Variant, Step]] = {name: {} for name in self.program.functions}
 
     def begin(self, batch: int, rows: int) -> None:
         """Start `batch` sequences; room for `rows` rows takes memory only once it is written."""
@@ -149,10 +163,20 @@ class OnnxExecutable(StatefulExecutable):
             self._make_room(function, route)
         step = made.get(route.variant)
         if step is None:
-            start = perf_counter()
-            step = made[route.variant] = self._compile(function, route.variant)
-            self.preparing += perf_counter() - start
+            opened = self._open(function, route.variant)
+            step = made[route.variant] = Step(
+                opened.function, opened.session, self.buffers, self.stream, opened.memory
+            )
         return step, route
+
+    def _open(self, function: str, variant: Variant) -> Opened:
+        """The session of a variant."""
+        opened = self._opened.get((function, variant))
+        if opened is None:
+            start = perf_counter()
+            opened = self._opened[function, variant] = self._compile(function, variant)
+            self.preparing += perf_counter() - start
+        return opened
 
     def _comes_again(self, function: str, variant: Variant) -> bool:
         """Whether runs of a function may be recorded: sessions make such a run more than once."""
@@ -173,7 +197,7 @@ class OnnxExecutable(StatefulExecutable):
         return not mixtures_work(self.target.device, type_of(node).dtype)
 
     @traces
-    def _compile(self, function: str, variant: Variant) -> Step:
+    def _compile(self, function: str, variant: Variant) -> Opened:
         native = self.target.device == "cpu"
         lowered = lower(self.program, function, variant, native=native, refused=self._refused)
         fn = lowered.function(function)
@@ -215,7 +239,7 @@ class OnnxExecutable(StatefulExecutable):
             raise
         except Exception as error:  # the library's error types are not public
             raise execution_error(function, error) from error
-        return Step(fn, session, self.buffers, self.stream)
+        return Opened(fn, session, {})
 
 
 def _stream(target: Target) -> Stream | None:

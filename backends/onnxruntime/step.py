@@ -75,11 +75,17 @@ class Step:
 
     stream: where the session's device is another than the host's memory, what it works in.
     records: whether steps on bound memory are recorded as graphs (`session.records_graphs`); what
-    they read in the host's memory, `total`, is then as it was when they were.
+    they read in the host's memory, `total`, is then as it was when they were. memory: for inputs
+    and outputs, which steps of the session on other states may use, too.
     """
 
     def __init__(
-        self, function: Function, session: Any, states: StateBuffers, stream: Stream | None = None
+        self,
+        function: Function,
+        session: Any,
+        states: StateBuffers,
+        stream: Stream | None = None,
+        memory: dict[str, torch.Tensor] | None = None,
     ) -> None:
         self.function, self.session, self.states = function, session, states
         self.stream = stream
@@ -103,7 +109,7 @@ class Step:
         self.outputs = {n: type_of(v) for n, v in outputs.items() if n not in states.tensors}
         self.targets = {name: output_name(function, name) for name in outputs}
         self.symbols = _symbols(self.inputs)
-        self.memory: dict[str, torch.Tensor] = {}
+        self.memory: dict[str, torch.Tensor] = {} if memory is None else memory
         self.bound: dict[Any, Bound] = {}
         self.epoch = states.epoch
 

@@ -66,9 +66,12 @@ class TorchExecutable(StatefulExecutable):
         self.variants: dict[object, Callable[..., Any]] = {}
         self.compiled: set[object] = set()
         self.recordings: dict[object, Recording | None] = {}
+        self._forget_addresses()
+        self.open_axes: dict[str, OpenAxes] = {}
+
+    def _forget_addresses(self) -> None:
         self.captured: dict[object, CapturedStep] = {}
         self.captured_epoch = 0
-        self.open_axes: dict[str, OpenAxes] = {}
 
     @property
     def states(self) -> dict[str, torch.Tensor]:
@@ -155,6 +158,8 @@ class TorchExecutable(StatefulExecutable):
             variant = self.variants[key] = self._compile(function, frozenset(inputs), fetch)
             self.preparing += perf_counter() - start
         arguments = self._arguments(function, inputs)
+        if self._version(key) not in self.compiled:
+            self._mark()  # memory may be new through growth of another part of the sequences
         start = perf_counter()
         try:
             with torch.no_grad():

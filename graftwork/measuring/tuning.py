@@ -255,7 +255,8 @@ def measure_steps(
     with executable.turn:
         feeder.begin(start + max(usable), max(usable) - 1)
         text = Text(list(prompt[:start]), start, start + max(usable))
-        prefill(feeder, [text], fetch, KeepAllPolicy(KeepAll(), executable))
+        for _ in prefill(feeder, [text], fetch, KeepAllPolicy(KeepAll(), executable)):
+            pass
         for width in usable * (repeats + 1):
             trees = [Draft(rows[width][1:], None, (-1,) * (width - 1))] if width > 1 else None
             before = clock()

@@ -103,6 +103,16 @@ class Executable(Protocol):
         """Grow the caches of the capacity `symbol`, or all, to at least `rows` rows per sequence,
         keeping their contents. Errors: `InputError` beyond `limit`."""
 
+    def sequences(self, first: int, count: int) -> Executable:
+        """An executable over sequences first..first + count - 1 of this one, in the same buffers.
+
+        It begins and ends texts of its own: `begin` takes `count`, and neither that nor growing
+        touches rows of other sequences. Compiled functions, weights and shared `scratch` are one.
+        It is good until `begin` of this one. Run one of them at a time, under this one's `turn`.
+        Errors: `InputError` for sequences that there are not; `UnsupportedError` for states that do
+        not lie sequence by sequence.
+        """
+
     def widths(self, function: str) -> Widths:
         """Allowed numbers of tokens of a function's step."""
 
@@ -142,9 +152,10 @@ class Executable(Protocol):
         """Write rows of `read_rows` to a sequence from `start` on. Errors: `InputError` for rows
         out of range, or of another shape or dtype."""
 
-    def scratch(self, owner: Hashable) -> dict[Any, Any]:
+    def scratch(self, owner: Hashable, *, shared: bool = False) -> dict[Any, Any]:
         """The owner's dict, empty at first, that lives as long as the executable: for data that
-        several generations use."""
+        several generations use. shared: one for all `sequences` of an executable, for what knows
+        nothing of its buffers."""
 
     def state_bytes(self) -> int:
         """Current bytes of the state buffers."""

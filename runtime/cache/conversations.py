@@ -109,7 +109,12 @@ class Conversations:
     def of(cls, executable: Executable) -> Conversations:
         """The executable's own."""
         kept: dict[str, Conversations] = executable.scratch("conversations")
-        return kept.setdefault("all", cls())
+        found = kept.get("all")
+        if found is None:
+            # Copies serve every part of the buffers; what lies in a part is its own.
+            stored = executable.scratch("conversations", shared=True).setdefault("stored", [])
+            found = kept["all"] = cls(stored=stored)
+        return found
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +123,8 @@ class Conversations:
 
     def forget(self) -> None:
         """Nothing is held any more."""
-        self.stored, self.lying = [], []
+        self.stored.clear()
+        self.lying = []
 
     def find(self, executable: Executable, going: Going) -> list[Start | None]:
         """Which conversation each text goes on from."""
@@ -210,7 +216,7 @@ class Conversations:
 
     def store(self, conversation: Conversation) -> None:
         """Keep copies; those that they go on from are not needed beside them."""
-        self.stored = [known for known in self.stored if not _within(known, conversation)]
+        self.stored[:] = [known for known in self.stored if not _within(known, conversation)]
         self.stored.append(conversation)
         self.limit(self.most)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -11,6 +12,12 @@ from ..asking.text import Text
 from ..cache.base import CachePolicy
 from .draft import UnverifiedStep
 from .feed import Feeder, StepFeed
+
+Fed: TypeAlias = tuple[dict[str, torch.Tensor], list[int]]
+"""See `prefill`."""
+
+Pieces: TypeAlias = Generator[None, int | None, Fed]
+"""Feeds a piece each time it is resumed. Sent: its tokens at most; None: as many as are best."""
 
 
 def prefill(
@@ -22,9 +29,9 @@ def prefill(
     begun: Sequence[int] | None = None,
     *,
     whole: bool = True,
-) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """Feed texts of which `begun[b]` tokens were fed (None: nothing); the outputs after each one's
-    last token.
+) -> Pieces:
+    """Feed texts, of which `begun[b]` tokens were fed (None: nothing), piece by piece; returns the
+    outputs after each one's last token.
 
     Values a chosen token (dim S) have one column; in values a fed token (dim T) a text's last token
     is in the column of the second result. read: called with each piece; then everything is fetched
@@ -35,12 +42,14 @@ def prefill(
     fed = [0] * len(texts) if begun is None else list(begun)
     result: dict[str, torch.Tensor] = {}
     columns = [0] * len(texts)
+    bound = yield
     while left := max(size - count for size, count in zip(sizes, fed, strict=True)):
         cache.settle(texts)
         open_texts = [b for b, size in enumerate(sizes) if fed[b] < size]
         most = cache.room([texts[b].rows for b in open_texts])
-        width = feeder.chunk(left, most)
-        piece = width if most is None else min(width, most)
+        limits = [n for n in (most, bound) if n is not None]
+        width = feeder.chunk(left, min(limits, default=None))
+        piece = min([width, *limits])
         ends = [
             min(text.cut(n, n + piece), size)
             for text, n, size in zip(texts, fed, sizes, strict=True)
@@ -72,6 +81,7 @@ def prefill(
             return outputs, column
         columns = [new if b in ending else columns[b] for b, new in enumerate(column)]
         _take(result, outputs, ending)
+        bound = yield
     return result, columns
 
 

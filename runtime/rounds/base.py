@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from typing import TypeAlias, TypeVar
@@ -115,6 +115,11 @@ class Decoding:
 
     def start(self) -> None:
         """Run the prompts and commit each sequence's first token."""
+        for _ in self.starting():
+            pass
+
+    def starting(self) -> Generator[None, int | None, None]:
+        """The same, piece by piece; sent: tokens of the next piece at most."""
         begun = self.clock()
         texts, batch = self.texts, len(self.texts)
         rows = max(text.limit for text in texts)
@@ -134,12 +139,13 @@ class Decoding:
         fed = [self._resume(index, start) for index, start in enumerate(starts)]
         if self.ahead is not None:
             self.ahead.rows = self.feeder.rows
-            prefill(self.ahead, texts, (), self.cache, begun=fed, whole=False)
+            yield from prefill(self.ahead, texts, (), self.cache, begun=fed, whole=False)
             fed = [text.fed for text in texts]
         # Always the logits: the same compiled prefill serves every option, and one look at real
         # logits tells a broken model at once.
         fetch = tuple(dict.fromkeys(("logits", *self.drafter.wants)))
-        outputs, columns = prefill(self.reader, texts, fetch, self.cache, self.read, fed)
+        pieces = prefill(self.reader, texts, fetch, self.cache, self.read, fed)
+        outputs, columns = yield from pieces
         self.verify(outputs, self.no_drafts, columns)
         self.stats.prefill_seconds = self.clock() - begun
 

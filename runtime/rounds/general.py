@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...ir.plan.contract import Contract
-from ..depth.base import StepFeed
+from ..asking.text import Text
 from ..feeding.draft import NO_DRAFT, Draft, UnverifiedStep, VerifiedStep
+from ..feeding.feed import Feeder, StepFeed
+from ..feeding.outputs import Outputs
 from .base import Decoding, Round
 
 
@@ -71,20 +73,38 @@ class GeneralRound(Round):
     def step(self, drafts: Sequence[Draft]) -> VerifiedStep:
         """Feed last tokens and drafts, and verify. Drafts wider than any step are cut."""
         decoding, texts = self.decoding, self.decoding.texts
-        past = [0 if text.done else text.rows for text in texts]
-        starts = [0 if text.done else text.position for text in texts]
-        need = 1 + max(len(draft.fed) for draft in drafts)
-        width = decoding.feeder.width(need, max(past))
-        if width < need:
-            drafts = [draft.fitting(width - 1) for draft in drafts]
-        rows = [
-            [] if text.done else [text.tokens[-1], *draft.fed]
-            for text, draft in zip(texts, drafts, strict=True)
-        ]
-        trees = drafts if any(draft.branches for draft in drafts) else None
-        feed = StepFeed(rows, past, starts, decoding.fetch, width, trees)
-        outputs = decoding.depth.feed(feed)
+        rows = [0 if text.done else text.rows for text in texts]
+        drafts, feed = step_feed(decoding.feeder, texts, drafts, rows, decoding.fetch)
+        return self.take(drafts, feed.rows, decoding.depth.feed(feed))
+
+    def take(
+        self, drafts: Sequence[Draft], fed: Sequence[Sequence[int]], outputs: Outputs
+    ) -> VerifiedStep:
+        """Verify a step that ran. fed: its rows."""
+        decoding, texts = self.decoding, self.decoding.texts
         if decoding.read is not None:
-            fed = [0 if text.done else text.fed for text in texts]
-            decoding.read(UnverifiedStep(rows, fed, outputs))
+            before = [0 if text.done else text.fed for text in texts]
+            decoding.read(UnverifiedStep(fed, before, outputs))
         return decoding.verify(outputs, drafts, [0] * len(texts))
+
+
+def step_feed(
+    feeder: Feeder,
+    texts: Sequence[Text],
+    drafts: Sequence[Draft],
+    past: Sequence[int],
+    fetch: tuple[str, ...],
+) -> tuple[Sequence[Draft], StepFeed]:
+    """What a step is fed: last tokens and drafts, which are cut if they are wider than any step;
+    texts that are done are fed filler. past: rows of each text before the step."""
+    starts = [0 if text.done else text.position for text in texts]
+    need = 1 + max(len(draft.fed) for draft in drafts)
+    width = feeder.width(need, max(past))
+    if width < need:
+        drafts = [draft.fitting(width - 1) for draft in drafts]
+    rows = [
+        [] if text.done else [text.tokens[-1], *draft.fed]
+        for text, draft in zip(texts, drafts, strict=True)
+    ]
+    trees = drafts if any(draft.branches for draft in drafts) else None
+    return drafts, StepFeed(rows, past, starts, fetch, width, trees)

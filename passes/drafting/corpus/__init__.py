@@ -114,7 +114,7 @@ class SuffixAutomaton:
 
 def _automaton(executable: Executable, weight: str) -> SuffixAutomaton:
     """The automaton of a program's corpus, made at first use and kept with the executable."""
-    kept: dict[str, SuffixAutomaton] = executable.scratch(SuffixAutomaton)
+    kept: dict[str, SuffixAutomaton] = executable.scratch(SuffixAutomaton, shared=True)
     if weight not in kept:
         program = executable.program
         tokens = program.weights[weight].load().tolist()
