@@ -29,7 +29,8 @@ What holds throughout:
 
 Folders: `asking/` validates a request and ends its sequences; `feeding/` turns token lists into
 inputs of a compiled width and reads what comes back; `speculate/`, `depth/` and `cache/` hold one
-policy a file, found by the plan record that it carries out; `rounds/` holds ways to run steps.
+policy a file, found by the plan record that it carries out; `rounds/` holds ways to run steps;
+`serving/` decodes requests together that come and go.
 """
 
 from typing import TYPE_CHECKING

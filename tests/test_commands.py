@@ -65,8 +65,8 @@ def cases() -> Iterator[Any]:
     seen: set[tuple[str, str, str]] = set()
     for form in FORMS:
         command, *rest = form.split()
-        if command in ("demo", "chat"):
-            continue  # `tests/test_demo.py`, `tests/test_chat.py`
+        if command in ("demo", "chat", "serve"):
+            continue  # `tests/test_demo.py`, `tests/test_chat.py`, `tests/test_serve.py`
         kinds = ["folder"]
         if {"MODEL", "MODEL_OR_DIR"} & set(rest):
             kinds = ["folder", "gguf", "onnx"]

@@ -38,6 +38,7 @@ from .options import (
     TextOption,
     require,
 )
+from .serve import serve
 from .train import train
 
 if TYPE_CHECKING:
@@ -192,6 +193,7 @@ def _measured(made: Model, source: str, show: Callable[[str], None]) -> None:
 
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
 app.command()(train)
 app.command()(export)
 app.command()(calibrate)

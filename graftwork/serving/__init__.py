@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server over a model (`graftwork serve`); the extra `serve`."""

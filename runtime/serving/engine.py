@@ -1,0 +1,407 @@
+"""Requests that come and go, decoded together by one executable.
+
+One thread owns the executable. Before each step it ends what was cancelled or is late, gives free
+slots to requests that wait, and feeds a piece of a prompt; then all slots that decode take one step
+together::
+
+    admit    waiting requests take free slots, the client with the fewest running ones first
+    read     a piece of a prompt of at most `chunk` tokens, in its slot alone
+    step     each slot's draft -> one step over the slots from the first to the last that decodes
+             -> each slot verifies its part, under its own options
+
+A request enters and leaves at a step's boundary (Yu et al., "Orca", OSDI 2022), and a long prompt
+is cut so that others' steps do not wait for all of it (Agrawal et al., "SARATHI", 2023,
+arXiv 2308.16369). A piece runs beside the step, not inside it: steps are rectangles of tokens, and
+one long row would have all others computed at its width.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...ir import InputError, Program, UnsupportedError
+from ...ir.execution.executable import Executable
+from ..asking.request import Request, read_request
+from ..cache.base import CACHES
+from ..cache.conversations import MOST
+from ..feeding.draft import NO_DRAFT, Draft
+from ..feeding.feed import Feeder
+from ..feeding.outputs import Outputs
+from ..rounds.general import step_feed
+from .slot import FREE, Slot
+from .ticket import QueueFull, Reason, Ticket, Told
+
+CHUNK = 64
+"""Tokens of prompts between two steps, unless told otherwise."""
+
+LEAST = 256
+"""Tokens that a request may have at least."""
+
+
+@dataclass
+class Figures:
+    """What an engine does and did. running, waiting: requests now. ended: by `Reason`. rejected:
+    for a full queue. prompt_tokens, new_tokens: of all requests; reused_tokens: of the prompts,
+    those whose rows were there. draft_tokens, accepted_tokens: verified, and of those kept. steps:
+    decode steps; sequence_steps: times the requests in them. busy: seconds with something to do.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    ended: Counter[str] = field(default_factory=Counter)
+    rejected: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    reused_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    steps: int = 0
+    sequence_steps: int = 0
+    busy: float = 0.0
+
+
+class Engine:
+    """See the module docstring.
+
+    slots: requests that are decoded at once. queue: those that may wait besides. chunk: tokens of
+    prompts between two steps. context: tokens that a request may have, prompt included; as many as
+    the model's context, or as there is memory for. keep: bytes of copies of earlier texts, for
+    prompts that begin so. The executable is the engine's until `close`.
+    Errors: `UnsupportedError` for a plan whose steps cannot be shared.
+    """
+
+    def __init__(
+        self,
+        executable: Executable,
+        *,
+        slots: int = 8,
+        queue: int = 64,
+        chunk: int = CHUNK,
+        context: int | None = None,
+        keep: int = MOST,
+    ) -> None:
+        for name, number in (("slots", slots), ("queue", queue), ("chunk", chunk)):
+            if number < 1:
+                raise InputError(f"{name}: expected 1 or more, got {number}")
+        if fault := not_shared(executable.program):
+            raise UnsupportedError(fault)
+        self.executable, self.program, self.queue = executable, executable.program, queue
+        self.chunk, self.count, self.keep = chunk, slots, keep
+        self.figures, self.clock = Figures(), time.monotonic
+        cache = CACHES.find(self.program.plan.cache)(self.program.plan.cache, executable)
+        # Filler would write over rows of blocks, and change what recurrences hold.
+        self.alone = cache.most is not None or self.program.recurrent
+        most = self.program.info.context
+        if context is not None and context > most:
+            raise InputError(f"context={context}: the model's context is {most} tokens")
+        self.context = context or most
+        self._waiting: deque[Ticket] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._feeders: dict[tuple[int, int], Feeder] = {}
+        self._turns = 0
+        ready: list[BaseException | None] = []
+        self._ready = threading.Event()
+        self._thread = threading.Thread(
+            target=self._work, args=(ready,), name="graftwork-engine", daemon=True
+        )
+        self._thread.start()
+        self._ready.wait()
+        if ready and ready[0] is not None:
+            raise ready[0]
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are answered."""
+        return self._thread.is_alive() and not self._closing
+
+    def read(self, ids: list[int], options: Mapping[str, Any]) -> Request:
+        """What is asked for, checked. options: of `generate`. Errors: `InputError`."""
+        prompt = torch.tensor([ids], dtype=torch.int64)
+        keywords = {"attention_mask": torch.ones_like(prompt), **options}  # there is no padding
+        request = read_request(prompt, keywords, self.program)
+        (text,) = request.texts
+        if text.limit > self.context:
+            raise InputError(
+                f"{text.prompt} prompt tokens + {text.limit - text.prompt} new tokens exceed the "
+                f"{self.context} tokens that a request may have here"
+            )
+        return request
+
+    def submit(
+        self, request: Request, told: Told, *, client: str = "", seconds: float | None = None
+    ) -> Ticket:
+        """Queue a request of `read`, from any thread. seconds: until it is ended as late. Errors:
+        `QueueFull`; `InputError` once the engine is closed."""
+        deadline = None if seconds is None else self.clock() + seconds
+        ticket = Ticket(request, told, client, deadline, _wake=self._wake)
+        with self._changed:
+            if self._closing:
+                raise InputError("the engine is closed: it takes no more requests")
+            free = self.count - self.figures.running
+            if len(self._waiting) >= self.queue + free:
+                self.figures.rejected += 1
+                raise QueueFull(len(self._waiting))
+            self._waiting.append(ticket)
+            self.figures.waiting = len(self._waiting)
+            self._changed.notify()
+        return ticket
+
+    def close(self) -> None:
+        """End all requests, and give the executable back."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    # -- the engine's thread
+
+    @torch.no_grad()
+    def _work(self, ready: list[BaseException | None]) -> None:
+        with self.executable.turn:
+            try:
+                self._open()
+            except Exception as error:
+                ready.append(error)
+            finally:
+                self._ready.set()
+            if ready:
+                return
+            while self._wait():
+                begun = self.clock()
+                self._turn()
+                self.figures.busy += self.clock() - begun
+            for slot in self._taken():
+                self._end(slot, Reason.CLOSED)
+            while ticket := self._next():
+                self._over(ticket, Reason.CLOSED)
+
+    def _open(self) -> None:
+        """Begin all sequences, with room for as long texts as there is memory for."""
+        while True:
+            try:
+                self.executable.begin(self.count, self.context + self.program.plan.columns + 1)
+                break
+            except InputError:
+                if self.context < 2 * LEAST:
+                    raise
+                self.context //= 2
+        self.slots = [Slot(self.executable, n, keeps=not self.alone) for n in range(self.count)]
+        for slot in self.slots:
+            slot.kept.most = self.keep
+
+    def _wait(self) -> bool:
+        """Until there is something to do; False: close."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._waiting or self._taken())
+            return not self._closing
+
+    def _turn(self) -> None:
+        """Requests come and go, a piece of a prompt, and a step."""
+        self._drop()
+        self._admit()
+        self._read()
+        live = [slot for slot in self.slots if slot.decodes]
+        if not live:
+            return
+        try:
+            self._step(live)
+        except Exception as error:  # what failed is every request's of the step
+            for slot in live:
+                if slot.ticket is not None:
+                    self._end(slot, Reason.ERROR, error)
+
+    def _taken(self) -> list[Slot]:
+        return [slot for slot in self.slots if slot.ticket is not None]
+
+    def _drop(self) -> None:
+        """End requests that nobody waits for, and those that are late."""
+        for slot in self._taken():
+            if slot.ticket is not None and (reason := self._due(slot.ticket)):
+                self._end(slot, reason)
+        with self._changed:
+            due = [(t, why) for t in self._waiting if (why := self._due(t))]
+            for ticket, _ in due:
+                self._waiting.remove(ticket)
+            self.figures.waiting = len(self._waiting)
+        for ticket, why in due:
+            self._over(ticket, why)
+
+    def _due(self, ticket: Ticket) -> Reason | None:
+        if ticket.cancelled:
+            return Reason.CANCELLED
+        late = ticket.deadline is not None and self.clock() >= ticket.deadline
+        return Reason.TIMEOUT if late else None
+
+    def _next(self) -> Ticket | None:
+        """The request that has waited longest among those of clients with the fewest slots."""
+        runs = Counter(slot.ticket.client for slot in self.slots if slot.ticket is not None)
+        with self._changed:
+            if not self._waiting:
+                return None
+            ticket = min(self._waiting, key=lambda one: runs[one.client])  # the first of the least
+            self._waiting.remove(ticket)
+            self.figures.waiting = len(self._waiting)
+        return ticket
+
+    def _admit(self) -> None:
+        """Give free slots to waiting requests."""
+        while free := [slot for slot in self.slots if slot.ticket is None]:
+            ticket = self._next()
+            if ticket is None:
+                return
+            slot = self._place(ticket, free)
+            self._turns += 1
+            slot.used = self._turns
+            try:
+                slot.begin(ticket)
+            except Exception as error:
+                slot.release()
+                self._over(ticket, Reason.ERROR, error)
+            self.figures.running = len(self._taken())
+
+    def _place(self, ticket: Ticket, free: list[Slot]) -> Slot:
+        """The free slot whose rows go furthest; else the nearest to those in use, as steps cover
+        all between; else the one that was used longest ago."""
+        taken = [slot.index for slot in self._taken()]
+
+        def cost(slot: Slot) -> tuple[int, int, int]:
+            span = [*taken, slot.index]
+            return -slot.shares(ticket.text.tokens), max(span) - min(span), slot.used
+
+        return min(free, key=cost)
+
+    def _read(self) -> None:
+        """Feed pieces of prompts: as many tokens as there is time for between two steps, or, where
+        nothing is decoded, the whole next piece."""
+        budget = self.chunk
+        while reading := [slot for slot in self.slots if slot.reads]:
+            slot = min(reading, key=lambda one: one.used)
+            bound = any(slot.decodes for slot in self.slots) and not self.alone
+            if bound and budget < 1:
+                return
+            try:
+                budget -= slot.read(budget if bound else None)
+            except Exception as error:
+                self._end(slot, Reason.ERROR, error)
+                continue
+            if slot.decodes:
+                self._tell(slot)
+            elif not bound and not self.alone:
+                return
+
+    def _step(self, live: list[Slot]) -> None:
+        """One step of all slots that decode."""
+        first, feeder = self._feeder(live)
+        slots = self.slots[first : first + feeder.batch]
+        drafts = [self._drafted(slot) for slot in slots]  # settles rows, therefore first
+        if not (live := [slot for slot in live if slot.decodes]):
+            return
+        texts = [slot.decoding.texts[0] if slot.decodes else FREE for slot in slots]
+        past = [slot.rows for slot in slots]  # rows of a slot that takes no part stay
+        fetch = tuple(sorted({name for slot in live for name in slot.decoding.fetch}))
+        fitted, feed = step_feed(feeder, texts, drafts, past, fetch)
+        feeder.folded = [0] * feeder.batch  # of other texts, which may have been longer
+        before = feeder.seconds
+        outputs = feeder.run(feed)
+        self.figures.steps += 1
+        self.figures.sequence_steps += len(live)
+        for place, slot in enumerate(slots):
+            if not slot.decodes:
+                continue
+            own = Outputs({name: value[place : place + 1] for name, value in outputs.items()})
+            try:
+                slot.take(fitted[place], feed.rows[place], own, feeder.seconds - before)
+            except Exception as error:  # this request's options, logits or drafter
+                self._end(slot, Reason.ERROR, error)
+                continue
+            self._tell(slot)
+
+    def _drafted(self, slot: Slot) -> Draft:
+        """A slot's draft for the next step. A request that fails is over."""
+        try:
+            return slot.propose()[0] if slot.decodes else NO_DRAFT
+        except Exception as error:
+            self._end(slot, Reason.ERROR, error)
+            return NO_DRAFT
+
+    def _feeder(self, live: list[Slot]) -> tuple[int, Feeder]:
+        """The first slot of a step, and what feeds the sequences from there to the last."""
+        first, last = live[0].index, live[-1].index
+        count = last - first + 1
+        function, spare = self.program.plan.step.fed(True)
+        if self.executable.widths(function).each:  # compiled for their sizes: few of them
+            count = min(1 << (count - 1).bit_length(), self.count)
+            first = min(first, self.count - count)
+        found = self._feeders.get((first, count))
+        if found is None:
+            part = self.executable.sequences(first, count)
+            found = self._feeders[first, count] = Feeder(part, count, function, spare)
+            found.rows = self.executable.limit
+        return first, found
+
+    def _tell(self, slot: Slot) -> None:
+        """Hand on a slot's new tokens, and free it if its text is done."""
+        assert slot.ticket is not None
+        if slot.ticket.text.done:
+            self._end(slot, slot.reason())
+        else:
+            slot.ticket.tell()
+
+    def _end(self, slot: Slot, reason: Reason, error: Exception | None = None) -> None:
+        """A request is over: its slot is free."""
+        ticket, stats = slot.ticket, slot.decoding.stats
+        assert ticket is not None
+        slot.release()
+        figures = self.figures
+        figures.running = len(self._taken())
+        figures.reused_tokens += stats.reused_tokens
+        figures.draft_tokens += stats.draft_tokens
+        figures.accepted_tokens += stats.accepted_tokens
+        stats.new_tokens = ticket.text.generated
+        self._over(ticket, reason, error, stats)
+
+    def _over(
+        self, ticket: Ticket, reason: Reason, error: Exception | None = None, stats: Any = None
+    ) -> None:
+        self.figures.ended[reason] += 1
+        self.figures.prompt_tokens += ticket.text.prompt if stats is not None else 0
+        self.figures.new_tokens += ticket.text.generated
+        ticket.ended(reason, stats, error)
+
+
+def not_shared(program: Program) -> str | None:
+    """Why requests cannot share the steps of a program; None if they can."""
+    plan = program.plan
+    cache = CACHES.find(plan.cache)
+    called = {name for part in plan.draft.every for name, _ in part.calls(plan)}
+    calls = sorted(called - {*plan.step.variants})  # of the step it reads what the step returns
+    copying = "drafts of copies (copyspec, prompt_lookup, recycling) and plain recipes do"
+    for fault, why in (
+        (plan.source.encoder, "its texts are written from sources"),
+        (plan.depth.stops, f"depth={plan.depth.kind}: how deep a step goes depends on its tokens"),
+        (
+            plan.step.in_parts or len(plan.step.variants) > 1,
+            f"step={plan.step.kind}: steps are cut",
+        ),
+        (calls, f"draft={plan.draft.kind} runs {', '.join(calls)} for each text; {copying}"),
+        (cache.shares, f"cache={plan.cache.kind}: rows are held once for texts that begin alike"),
+        (getattr(plan.cache, "least", None), f"cache={plan.cache.kind}: edited prompts"),
+    ):
+        if fault:
+            return (
+                f"{program.name} cannot be served with this recipe: {why}, which requests that "
+                f"come and go cannot share; take another recipe"
+            )
+    return None

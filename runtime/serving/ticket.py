@@ -1,0 +1,94 @@
+"""A request in the engine: what it asks for, who waits for it, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from threading import Event
+
+from ...ir.support.errors import InputError
+from ..asking.request import Request
+from ..asking.text import Text
+from ..stats import Stats
+
+
+class Reason(StrEnum):
+    """Why a request ended: an end token or stop sequence, its length, its client, its deadline, an
+    error, or the end of the engine."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True)
+class End:
+    """reason: see `Reason`. prompt, new: tokens. stats: of its own decoding; None if it never ran.
+    error: what went wrong."""
+
+    reason: Reason
+    prompt: int
+    new: int
+    stats: Stats | None = None
+    error: Exception | None = None
+
+
+class QueueFull(InputError):
+    """No more requests may wait. waiting: how many do."""
+
+    def __init__(self, waiting: int) -> None:
+        super().__init__(f"{waiting} requests wait already, as many as may; try again later")
+        self.waiting = waiting
+
+
+Told = Callable[[list[int], End | None], None]
+"""Called by the engine's thread with new tokens, and with the end once it is there. Must return at
+once and raise nothing."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """request: of one text. told: see `Told`. client: requests of one share its turns. deadline: of
+    the engine's clock; None: none."""
+
+    request: Request
+    told: Told
+    client: str = ""
+    deadline: float | None = None
+    sent: int = 0
+    _cancelled: Event = field(default_factory=Event)
+    _wake: Callable[[], None] = lambda: None
+
+    @property
+    def text(self) -> Text:
+        """The text, which grows."""
+        return self.request.texts[0]
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self._cancelled.is_set()
+
+    def cancel(self) -> None:
+        """Stop at the next step; from any thread, more than once if need be."""
+        self._cancelled.set()
+        self._wake()
+
+    def tell(self, end: End | None = None) -> None:
+        """Hand on the tokens that are new."""
+        text = self.text
+        new = text.tokens[text.prompt + self.sent :]
+        self.sent += len(new)
+        if new or end is not None:
+            self.told(new, end)
+
+    def ended(
+        self, reason: Reason, stats: Stats | None = None, error: Exception | None = None
+    ) -> None:
+        """Hand on the rest, and the end."""
+        text = self.text
+        self.tell(End(reason, text.prompt, text.generated, stats, error))

@@ -1,0 +1,248 @@
+"""The engine: requests that come and go get the tokens that they get alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from archs import build
+from recurrent_archs import RECURRENT
+
+import graftwork as gw
+from graftwork.ir import InputError, UnsupportedError
+from graftwork.runtime.serving.engine import Engine
+from graftwork.runtime.serving.ticket import End, QueueFull, Reason, Ticket
+
+DEMO = "graftwork/demo_model"
+LONG = {"max_new_tokens": 900, "do_sample": False, "eos_token_id": None}
+Asked = tuple[list[int], dict[str, Any]]
+
+
+@dataclass
+class Client:
+    """Waits for a request. held: while it is set, the engine's thread waits after the first token:
+    nothing happens behind the test's back."""
+
+    held: bool = False
+    tokens: list[int] = field(default_factory=list)
+    end: End | None = None
+    begun: threading.Event = field(default_factory=threading.Event)
+    over: threading.Event = field(default_factory=threading.Event)
+    go: threading.Event = field(default_factory=threading.Event)
+    ticket: Ticket | None = None
+
+    def __call__(self, new: list[int], end: End | None) -> None:
+        self.tokens += new
+        self.begun.set()
+        if self.held:
+            assert self.go.wait(60)
+        if end is not None:
+            self.end = end
+            self.over.set()
+
+    def ask(self, engine: Engine, asked: Asked, **more: Any) -> Client:
+        self.ticket = engine.submit(engine.read(*asked), self, **more)
+        return self
+
+    def reason(self) -> Reason:
+        assert self.over.wait(60)
+        assert self.end is not None
+        return self.end.reason
+
+
+def some_ids(count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 2000, (count,), generator=generator).tolist()
+
+
+def ragged() -> list[Asked]:
+    """Greedy and sampled requests of all lengths; some begin alike."""
+    alike = some_ids(70, 99)
+    asked: list[Asked] = []
+    for seed, (length, new) in enumerate([(1, 9), (40, 3), (7, 30), (90, 12), (3, 1), (150, 8)]):
+        prompt = some_ids(length, seed)
+        sampled = {"do_sample": True, "seed": seed, "top_p": 0.9, "max_new_tokens": new}
+        asked.append((prompt, {"do_sample": False, "max_new_tokens": new}))
+        asked.append(([*alike, *prompt[:5]], sampled if seed % 2 else {**asked[0][1]}))
+    return asked
+
+
+def alone(model: gw.Model, asked: Sequence[Asked]) -> list[list[int]]:
+    found = []
+    for ids, options in asked:
+        model.forget()
+        found.append(model.generate([ids], **options)[0, len(ids) :].tolist())
+    model.forget()
+    return found
+
+
+@pytest.fixture(scope="module")
+def model() -> gw.Model:
+    return gw.optimize(DEMO, "int8", target="onnxruntime:cpu:float32")
+
+
+@pytest.fixture
+def engine(model: gw.Model) -> Iterator[Engine]:
+    made = Engine(model.executable, slots=2, queue=2)
+    yield made
+    made.close()
+
+
+def served(model: gw.Model, asked: Sequence[Asked], **settings: Any) -> tuple[list[Client], Engine]:
+    engine = Engine(model.executable, **{"slots": 3, "chunk": 16, **settings})
+    clients = [Client().ask(engine, one) for one in asked]
+    for client in clients:
+        assert client.reason() in (Reason.STOP, Reason.LENGTH), client.end
+    engine.close()
+    return clients, engine
+
+
+def test_answers_are_those_of_requests_alone(model: gw.Model) -> None:
+    asked = ragged()
+    wanted = alone(model, asked)
+    clients, engine = served(model, asked)
+    assert [client.tokens for client in clients] == wanted
+    figures = engine.figures
+    assert figures.sequence_steps > 1.5 * figures.steps, "requests took their steps alone"
+    assert figures.reused_tokens >= 70, "texts that begin alike were read anew each time"
+    assert figures.new_tokens == sum(map(len, wanted))
+    assert (figures.running, figures.waiting) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "target"),
+    [
+        ("copyspec", "onnxruntime"),
+        ("streaming_llm", "onnxruntime"),
+        pytest.param("recycling", "onnxruntime", marks=pytest.mark.long),
+        pytest.param("snapkv", "onnxruntime", marks=pytest.mark.long),
+        pytest.param("int4", "torch", marks=pytest.mark.long),
+    ],
+)
+def test_drafts_and_caches_work_as_alone(recipe: str, target: str) -> None:
+    small = ["evict_cache.budget=64"]
+    drops = small if recipe in ("streaming_llm", "snapkv") else []
+    chosen = gw.Recipe.load(recipe).with_options(drops)
+    made = gw.optimize(DEMO, chosen, target=f"{target}:cpu:float32")
+    asked = [(ids * 2, options) for ids, options in ragged()[:6]]
+    wanted = alone(made, asked)
+    clients, engine = served(made, asked)
+    assert [client.tokens for client in clients] == wanted
+    if made.program.plan.speculates:
+        assert engine.figures.accepted_tokens > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_next"])
+def test_recurrences_are_those_of_requests_alone(family: str) -> None:
+    made = gw.optimize(build(RECURRENT[family]), "copyspec", target="eager")
+    asked = [([i % 120 + 3 for i in ids], options) for ids, options in ragged()[::2]]
+    wanted = alone(made, asked)
+    clients, engine = served(made, asked, slots=2, context=256)
+    assert [client.tokens for client in clients] == wanted
+    assert engine.figures.sequence_steps > engine.figures.steps
+
+
+def test_a_cancelled_request_frees_its_slot(engine: Engine) -> None:
+    first, second = (Client().ask(engine, ([5, seed], LONG)) for seed in (6, 7))
+    assert first.begun.wait(60) and second.begun.wait(60)
+    third = Client().ask(engine, ([5, 8], {"max_new_tokens": 2, "do_sample": False}))
+    assert not third.over.wait(0.05)
+    first.ticket.cancel()
+    assert first.reason() is Reason.CANCELLED
+    assert third.reason() is Reason.LENGTH and len(third.tokens) == 2
+    assert len(first.tokens) < LONG["max_new_tokens"]
+    assert not second.over.is_set()
+    second.ticket.cancel()
+    assert second.reason() is Reason.CANCELLED
+
+
+def test_a_full_queue_turns_requests_away(engine: Engine) -> None:
+    holding = Client(held=True).ask(engine, ([5, 6], LONG))
+    assert holding.begun.wait(60)
+    waiting = [Client().ask(engine, ([5, n], LONG)) for n in range(3)]  # a slot and the queue
+    with pytest.raises(QueueFull, match="wait already"):
+        Client().ask(engine, ([5, 9], LONG))
+    assert engine.figures.rejected == 1
+    for client in [holding, *waiting]:
+        client.ticket.cancel()
+    holding.go.set()
+    assert {client.reason() for client in [holding, *waiting]} == {Reason.CANCELLED}
+
+
+def test_late_requests_end_and_clients_take_turns(model: gw.Model) -> None:
+    engine = Engine(model.executable, slots=2, queue=8)
+    holding = [Client(held=True).ask(engine, ([5, n], LONG), client="a") for n in (6, 7)]
+    assert holding[0].begun.wait(60)
+    order: list[str] = []
+
+    class Noting(Client):
+        def __call__(self, new: list[int], end: End | None) -> None:
+            order.append(self.ticket.client)
+            super().__call__(new, end)
+
+    late = Client().ask(engine, ([5, 8], LONG), client="b", seconds=0.0)
+    short = ([5, 8], {"max_new_tokens": 1, "do_sample": False})
+    waiting = [Noting().ask(engine, short, client=client) for client in "ab"]
+    holding[0].ticket.cancel()
+    for client in holding:
+        client.go.set()
+    assert late.reason() is Reason.TIMEOUT and not late.tokens
+    assert [client.reason() for client in waiting] == [Reason.LENGTH] * 2
+    assert order == ["b", "a"], "the client without a running request comes first"
+    engine.close()
+
+
+def test_bad_requests_are_refused_at_once(engine: Engine) -> None:
+    context = engine.context
+    for ids, options, message in (
+        ([], {}, "input_ids"),
+        ([10**6], {}, "token id"),
+        ([1] * (context + 1), {}, f"{context + 1} tokens.*{context}"),
+        ([1], {"temperature": -1.0}, "temperature"),
+        ([1], {"num_beams": 2}, "num_beams"),
+    ):
+        with pytest.raises(InputError, match=message):
+            engine.read(ids, options)
+
+
+def test_the_executable_is_free_once_the_engine_is_closed(model: gw.Model) -> None:
+    engine = Engine(model.executable, slots=2)
+    running = Client().ask(engine, ([5, 6], LONG))
+    assert running.begun.wait(60)
+    engine.close()
+    assert running.reason() is Reason.CLOSED
+    with pytest.raises(InputError, match="closed"):
+        Client().ask(engine, ([5, 6], LONG))
+    assert model.generate([[5, 6]], max_new_tokens=2).shape == (1, 4)
+
+
+@pytest.mark.parametrize("recipe", ["medusa", "calm", "hydragen"])
+def test_recipes_whose_steps_cannot_be_shared_are_refused(recipe: str) -> None:
+    settings = {"calm": ["depth_confident.threshold=0.9"]}.get(recipe, [])
+    made = gw.optimize(DEMO, gw.Recipe.load(recipe).with_options(settings), target="eager")
+    with pytest.raises(UnsupportedError, match=r"cannot be served.*take another recipe"):
+        Engine(made.executable)
+
+
+def test_parts_of_the_sequences_share_their_buffers(model: gw.Model) -> None:
+    for target in ("eager", "onnxruntime"):
+        executable = gw.optimize(DEMO, "baseline", target=f"{target}:cpu:float32").executable
+        executable.begin(4, 32)
+        part, states = executable.sequences(1, 2), [*executable.program.states]
+        rows = part.read_rows(states, 1, 0, 3)
+        for value in rows.values():
+            value.fill_(7.0)
+        part.write_rows(1, 0, rows)
+        executable.reserve(2 * executable.capacity)  # new memory
+        part.begin(2, 8)  # and the others keep what they have
+        for value in executable.read_rows(states, 2, 0, 3).values():
+            assert bool((value == 7.0).all())
+        for value in executable.read_rows(states, 1, 0, 3).values():
+            assert not bool((value == 7.0).any())
+        with pytest.raises(InputError, match="there are 4 sequences"):
+            executable.sequences(3, 2)
