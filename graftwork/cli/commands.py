@@ -24,6 +24,7 @@ from ..ir.support.discovery import versions_of
 from .calibrate import calibrate
 from .chat import chat
 from .console import err, out, progress
+from .evaluate import evaluate
 from .export import export
 from .generate import generate
 from .options import (
@@ -197,6 +198,7 @@ app.command()(serve)
 app.command()(train)
 app.command()(export)
 app.command()(calibrate)
+app.command("eval")(evaluate)
 
 
 @app.command()
