@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from ..ir import Program
 from ..ir.support.tokenizer import encode
@@ -13,6 +13,8 @@ from .templates import Message, check_messages
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from ..runtime.asking.keywords import GenerateOptions
 
 
 class Chats:
@@ -26,7 +28,7 @@ class Chats:
         def tokenizer(self) -> Tokenizer:
             """See `Model`."""
 
-        def generate(self, input_ids: Any, /, **options: Any) -> Any:
+        def generate(self, input_ids: Any = None, /, **options: Unpack[GenerateOptions]) -> Any:
             """See `Model`."""
 
     def apply_chat_template(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from ..ir.support.errors import InputError
 from ..ir.support.tokenizer import decode, encode
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from ..ir import Program
+    from ..runtime.asking.keywords import GenerateOptions
 
 NEW_TOKENS = 1024
 """New tokens of an answer at most, where neither the call nor the checkpoint says how many."""
@@ -38,7 +39,7 @@ class Speaks(Protocol):
     def tokenizer(self) -> Tokenizer:
         """Its tokenizer."""
 
-    def generate(self, input_ids: Any, /, **options: Any) -> Any:
+    def generate(self, input_ids: Any = None, /, **options: Unpack[GenerateOptions]) -> Any:
         """As `Model.generate`."""
 
 
