@@ -20,7 +20,6 @@ from test_front_door import run
 
 import graftwork as gw
 from graftwork.ir import InputError
-from graftwork.runtime.asking.options import SUPPORTED
 from graftwork.serving.app import app_of
 from graftwork.serving.asked import ChatRequest, CompletionRequest, read_body
 from graftwork.serving.run import address_of, listen, read_key
@@ -183,16 +182,23 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
             read_body(CompletionRequest, bad)
 
 
-def test_formats_of_answers_are_generates_or_refused_by_name() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+def test_an_answer_fits_its_schema(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "kind": {"enum": ["sum", "product"]}},
+        "required": ["ok", "kind"],
+        "additionalProperties": False,
+    }
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    text = json.dumps({"messages": MESSAGES, "response_format": form})
-    asked = read_body(ChatRequest, text.encode())
-    if "json_schema" in SUPPORTED:
-        assert asked.options() == {"json_schema": schema}
-        return
-    with pytest.raises(InputError, match="response_format: json_schema is not supported"):
-        asked.options()
+    made = client.chat.completions.create(
+        model="demo", messages=MESSAGES, max_tokens=64, temperature=0, response_format=form
+    )
+    assert made.choices[0].finish_reason == "stop"
+    found = json.loads(made.choices[0].message.content)
+    assert isinstance(found["ok"], bool) and found["kind"] in ("sum", "product")
+    for bad in ({"type": "json_schema"}, {**form, "json_schema": {"schema": {"type": "nothing"}}}):
+        with pytest.raises(openai.BadRequestError, match="schema"):
+            client.chat.completions.create(model="demo", messages=MESSAGES, response_format=bad)
 
 
 def test_keys_paths_and_sizes(port: int) -> None:

@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ..ir import InputError
-from ..runtime.asking.options import SUPPORTED
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "frequency_penalty": (0,),
@@ -136,10 +135,6 @@ class Asked(Strict):
         asked = self.response_format
         if asked is None or asked.type == "text":
             return {}
-        if "json_schema" not in SUPPORTED:
-            raise InputError(
-                f"response_format: {asked.type} is not supported by this version: answers are text"
-            )
         if asked.type == "json_object":
             return {"json_schema": {"type": "object"}}
         schema = (asked.json_schema or {}).get("schema")
