@@ -43,6 +43,7 @@ from tokenizers import Tokenizer
 
 import graftwork as gw
 from graftwork.backends import Target
+from graftwork.data.cost import Remembered
 from graftwork.ir import Program
 from graftwork.recipe import Recipe
 
@@ -141,28 +142,6 @@ class Scores(NamedTuple):
     nats: list[float]
     kl: list[float]
     agreement: list[float]
-
-
-class Remembered:
-    """A model that others are set beside: logits f32[B,S,V] of ids i64[B,S], those of the first
-    `KEPT` bytes computed once."""
-
-    KEPT = 8 << 30
-
-    def __init__(self, model: gw.Model) -> None:
-        self.program, self.report, self._model = model.program, model.report, model
-        self._known: dict[bytes, torch.Tensor] = {}
-        self._left = self.KEPT
-
-    def __call__(self, input_ids: torch.Tensor, /) -> torch.Tensor:
-        key = input_ids.numpy().tobytes()
-        known = self._known.get(key)
-        if known is None:
-            known = self._model(input_ids)
-            if known.nbytes <= self._left:
-                self._left -= known.nbytes
-                self._known[key] = known
-        return known
 
 
 def scores(model: gw.Model | Remembered, reference: Remembered, windows: torch.Tensor) -> Scores:

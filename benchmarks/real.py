@@ -44,11 +44,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quality import Remembered
 
 import graftwork as gw
 from graftwork.backends import Target
-from graftwork.data.cost import cost_of
+from graftwork.data.cost import Remembered, cost_of
 from graftwork.measuring.agreement import OwnText
 from graftwork.passes.engine.base import Effect
 from graftwork.recipe import Recipe, recipes

@@ -41,12 +41,12 @@ class Predicting(Protocol):
 
 class Remembered:
     """A model that several are set beside, whose logits of a text are computed once: those of the
-    first texts, up to `most` bytes."""
+    first texts, up to a third of the memory that is free."""
 
-    def __init__(self, model: Predicting, most: int = 4 << 30) -> None:
+    def __init__(self, model: Predicting) -> None:
         self.program, self.report, self._model = model.program, model.report, model
         self._known: dict[bytes, torch.Tensor] = {}
-        self._left = most
+        self._left = (available() or 0) // 3
 
     def __call__(self, input_ids: torch.Tensor, /) -> torch.Tensor:
         key = input_ids.numpy().tobytes()
