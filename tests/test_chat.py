@@ -175,7 +175,7 @@ def test_an_answer_that_reaches_the_end_of_the_context(chat: Chat) -> None:
 def test_ctrl_c_ends_the_answer_alone(
     chat: Chat, demo: gw.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, pressed = TextPrinter.show, []
+    plain, pressed, before = TextPrinter.show, [], signal.getsignal(signal.SIGINT)
 
     def show(printer: TextPrinter, ids: Any) -> None:
         plain(printer, ids)
@@ -188,7 +188,7 @@ def test_ctrl_c_ends_the_answer_alone(
     assert pressed and 3 <= tokens[0] <= 4 < tokens[1] and shown.count("\n") >= 2
     (_, one), (second, _) = chat.reused()
     assert second > one and "stopped" in chat.said
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_model_without_a_template_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:

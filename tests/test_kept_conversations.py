@@ -218,15 +218,15 @@ def test_what_is_forgotten_leaves_nothing(name: str, tmp_path: Path) -> None:
 
     def costs() -> tuple[float, ...]:
         stats = model.generate(ids, max_new_tokens=60, eos_token_id=[], **ASKED).stats
-        assert any(model.executable.scratch(LEARNT).values())
+        assert any(model.executable.scratch(LEARNT, shared=True).values())
         counted = (stats.steps, stats.draft_tokens, stats.accepted_tokens, stats.skipped_layers)
         return (*counted, stats.reused_tokens)
 
     fresh = costs()
     model.forget()
-    assert not model.executable.scratch(LEARNT) and costs() == fresh
+    assert not model.executable.scratch(LEARNT, shared=True) and costs() == fresh
     model.forget(learnt=False)
-    assert model.executable.scratch(LEARNT)
+    assert model.executable.scratch(LEARNT, shared=True)
     warm = costs()
     assert warm != fresh or name != "recycling"
     model.forget()

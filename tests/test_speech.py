@@ -100,7 +100,7 @@ def test_what_is_known_of_languages_is_told() -> None:
     refused(fast, "language='xx': the model knows en, de, fr$", language="xx")
     refused(fast, "task='sing': the model knows transcribe, translate", task="sing")
     refused(fast, "one for each of 2 sources, got 1", language=["en"])
-    refused(fast, "expected a name", task=3)
+    refused(fast, "task: expected text, got 3", task=3)
     both = {"language": "en", "decoder_input_ids": torch.tensor([[3], [3]])}
     refused(fast, "both decoder_input_ids and a language or task", **both)
     english = gw.optimize(speaker(many=False), target="eager")

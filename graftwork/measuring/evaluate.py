@@ -26,6 +26,7 @@ from ..passes.engine.base import Effect
 from ..passes.engine.evidence import TextSample
 from ..recipe import Recipe
 from ..report import Cost
+from .tasks import Tasks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -231,11 +232,7 @@ def evaluate(
         length = LONG if Effect.CACHE_CONTENTS in effects else SHORT
     if windows < 1 or length < 2:
         raise InputError(f"eval: expected windows of two tokens or more, got {windows} of {length}")
-    run = None
-    if tasks:
-        from .tasks import Tasks
-
-        run = Tasks(tasks, limit, shots, task_folder)
+    run = Tasks(tasks, limit, shots, task_folder) if tasks else None
     plain = optimize(model, UNCHANGED, target=where, progress=progress)
     reading = Remembered(plain)
     given = None

@@ -23,6 +23,9 @@ from .options import GenerationOptions
 
 GRAMMARS = ("json_schema", "regex", "grammar")
 """Options of which a call takes one."""
+WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON is written as Python's `json.dumps` does, unless the schema says otherwise (``x-guidance``):
+where any space may stand, small models write nothing else."""
 
 
 class Grammar:
@@ -112,7 +115,7 @@ def _rules(name: str, value: Any) -> str:
 
     if name == "json_schema":
         schema = value if isinstance(value, str) else json.dumps(value)
-        rules: str = LLMatcher.grammar_from_json_schema(schema)
+        rules: str = LLMatcher.grammar_from_json_schema(schema, defaults=WRITTEN)
     elif name == "regex":
         rules = LLMatcher.grammar_from_regex(value)
     else:
