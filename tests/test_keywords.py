@@ -27,10 +27,10 @@ from keyword_cases import (
     table,
 )
 from runtime_models import Recorder, TableExecutable, program
+from small_llama import small_llama
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     GenerationConfig,
-    LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     WatermarkingConfig,
@@ -57,21 +57,7 @@ or a model that drafts for itself."""
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=END,
-        pad_token_id=0,
-        initializer_range=0.3,
-    )
-    return LlamaForCausalLM(config).eval()
+    return small_llama(VOCAB, END, pad_token_id=0)
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from selection import mostly_long
+from small_llama import small_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import graftwork as gw
 from graftwork.ir import GraftworkWarning, InputError
@@ -55,21 +56,8 @@ def tokenizer() -> Tokenizer:
 
 @cache
 def source() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=96,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=END,
-        pad_token_id=END,
-    )
-    return LlamaForCausalLM(config).eval()
+    sizes = {"intermediate_size": 48, "max_position_embeddings": 96}
+    return small_llama(len(WORDS), END, pad_token_id=END, **sizes)
 
 
 @pytest.fixture(scope="module")

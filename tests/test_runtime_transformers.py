@@ -7,7 +7,7 @@ import pytest
 import torch
 from runtime_models import TableExecutable, program
 from selection import one_in
-from transformers import LlamaConfig, LlamaForCausalLM
+from small_llama import small_llama
 from transformers.generation import StoppingCriteria
 
 from graftwork.passes.drafting.suffix import SuffixDraft
@@ -21,21 +21,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1], [8, 2, 8, 1, 8, 2, 8]]
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=END,
-        pad_token_id=None,
-        initializer_range=0.3,
-    )
-    return LlamaForCausalLM(config).eval()
+    return small_llama(VOCAB, END)
 
 
 def executable(model, draft):

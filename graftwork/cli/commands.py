@@ -37,6 +37,7 @@ from .options import (
     SetOption,
     TargetOption,
     TextOption,
+    listed,
     require,
 )
 from .serve import serve
@@ -233,8 +234,8 @@ def bench(
     with progress() as show:
         table, figures = compare(
             model,
-            _split(names),
-            None if against is None else _split(against),
+            listed(names),
+            None if against is None else listed(against),
             settings=set_,
             targets=target,
             data=data,
@@ -369,10 +370,6 @@ def _show(table: Any, figures: Any, file: Path | None) -> None:
     out.print(table)
     if file is not None:
         write_text(file, json.dumps(figures, indent=1))
-
-
-def _split(names: str) -> list[str]:
-    return [name.strip() for name in names.split(",") if name.strip()]
 
 
 if __name__ == "__main__":

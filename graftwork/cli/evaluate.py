@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from .console import out, progress
-from .options import TO_WRITE, ModelArg, SetOption, TargetOption, TextOption
+from .options import TO_WRITE, ModelArg, SetOption, TargetOption, TextOption, listed
 
 # Late imports: torch takes seconds, which `--help` does not need.
 
@@ -58,9 +58,9 @@ def evaluate(
     with progress() as show:
         found = run(
             model,
-            _split(names),
+            listed(names),
             text=text,
-            tasks=_split(tasks),
+            tasks=listed(tasks),
             settings=set_,
             target=target,
             data=data,
@@ -77,7 +77,3 @@ def evaluate(
         write_text(json_, json.dumps(found.as_json(), indent=1))
     if page is not None:
         write_text(page, found.page())
-
-
-def _split(names: str) -> list[str]:
-    return [name.strip() for name in names.split(",") if name.strip()]

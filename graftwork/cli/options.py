@@ -29,6 +29,11 @@ def require(holds: bool, message: str) -> None:
         raise InputError(message)
 
 
+def listed(names: str) -> list[str]:
+    """Names between commas."""
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
 def decoding(temperature: float | None) -> dict[str, Any]:
     """Options of `Model.generate` for --temperature."""
     if temperature is None:
