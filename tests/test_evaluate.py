@@ -64,6 +64,8 @@ def test_caches_that_lose_rows_are_read_in_long_windows() -> None:
     [
         ({"recipes": ["int9"]}, "int9"),
         ({"length": 1}, "windows of two tokens"),
+        ({"recipes": ["int8"], "settings": ["evict_cache.budget=9"]}, "evict_cache"),
+        ({"settings": ["evict_cache.budget=9"]}, "at least one recipe"),
         ({"text": "no/such/file.txt"}, "no/such/file.txt"),
     ],
 )

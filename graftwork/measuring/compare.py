@@ -55,7 +55,7 @@ def compare(
     """
     against = _against(against, Path(model))
     check_seed(seed)
-    chosen = _recipes(recipes, settings)
+    chosen = recipes_with(recipes, settings)
     wheres = [Target.parse(target) for target in targets] or [Target.default()]
     for where in wheres:
         where.require_device()
@@ -97,7 +97,7 @@ def _against(names: Sequence[str] | None, model: Path) -> Sequence[str]:
     return names
 
 
-def _recipes(names: Sequence[str], settings: Sequence[str]) -> list[Recipe]:
+def recipes_with(names: Sequence[str | Recipe], settings: Sequence[str]) -> list[Recipe]:
     """Recipes with settings, each applied where the recipe has the pass. Errors: `InputError` for a
     setting that applies nowhere."""
     chosen = [Recipe.load(name) for name in names]

@@ -15,7 +15,6 @@ from rich.text import Text
 
 from ..backends.target import Target
 from ..data.calibration import check_documents, check_text
-from ..data.corpus import SAMPLE, read_corpus
 from ..data.cost import LONG, Remembered, cost_of
 from ..data.knob import pace_of
 from ..data.prompts import Prompts
@@ -26,6 +25,7 @@ from ..passes.engine.base import Effect
 from ..passes.engine.evidence import TextSample
 from ..recipe import Recipe
 from ..report import Cost
+from .compare import recipes_with
 from .tasks import Tasks
 
 if TYPE_CHECKING:
@@ -218,8 +218,7 @@ def evaluate(
     """
     if drawn:
         _figure_class()
-    chosen = [Recipe.load(recipe) for recipe in recipes]
-    chosen = [recipe.with_options(_own(recipe, settings)) for recipe in chosen]
+    chosen = recipes_with(recipes, settings) if recipes or settings else []
     where = as_target(target)
     where.require_device()
     check_text(chosen, data)
@@ -235,17 +234,12 @@ def evaluate(
     run = Tasks(tasks, limit, shots, task_folder) if tasks else None
     plain = optimize(model, UNCHANGED, target=where, progress=progress)
     reading = Remembered(plain)
-    given = None
-    if text is not None or not tasks:
-        given = read_corpus(SAMPLE if text is None else text, plain.program)
     sample = TextSample(windows, min(length, plain.program.info.context))
 
     def figures(made: Model) -> Evaluated:
         cost = None
-        if given is not None:
-            cost = cost_of(made, reading, given, progress, sample)
-            if text is None:
-                cost = cost.model_copy(update={"text": "a bundled text"})
+        if text is not None or not tasks:
+            cost = cost_of(made, reading, text, progress, sample)
         speed = 1.0 if made is plain else pace_of(made, plain)
         scores = {} if run is None else run.scores(made, progress)
         assert made.report is not None
@@ -264,9 +258,3 @@ def evaluate(
 
         rows.append(figures(optimize(model, recipe, target=where, data=learns, progress=show)))
     return Evaluation(Path(model).name, "" if text is None else str(text), rows)
-
-
-def _own(recipe: Recipe, settings: Sequence[str]) -> list[str]:
-    """The settings of passes that a recipe has."""
-    names = {use.name for use in recipe.passes}
-    return [said for said in settings if said.partition(".")[0] in names]

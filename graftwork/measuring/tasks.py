@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..chat.text_stream import StopTexts, cut
 from ..ir import InputError
 
 if TYPE_CHECKING:
@@ -82,11 +83,13 @@ def lm_of(model: Model, progress: Callable[[str], None] = lambda stage: None) ->
     class Graftwork(TemplateLM):  # type: ignore[misc, unused-ignore]  # untyped where not installed
         """Texts longer than the context lose their beginning, as in lm-eval's own models."""
 
-        tokenizer_name = info.name if hasattr(info, "name") else model.program.name
+        tokenizer_name = model.program.name
 
         @property
         def eot_token_id(self) -> int:
-            return next(iter(info.eos), 0)
+            if not info.eos:
+                raise InputError(f"{model.program.name} has no end token, which tasks need")
+            return info.eos[0]
 
         @property
         def prefix_token_id(self) -> int:
@@ -165,7 +168,7 @@ def likelihood(
 def answer(model: Model, ids: Sequence[int], asked: dict[str, Any]) -> str:
     """What the model writes after a prompt, up to the first of the task's ``until``."""
     until = asked.pop("until", [])
-    stops = [until] if isinstance(until, str) else list(until)
+    stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
     most = asked.pop("max_gen_toks", MOST_NEW)
     asked.pop("max_length", None)
     sampled = bool(asked.pop("do_sample", False)) and asked.get("temperature", 1.0) > 0
@@ -174,18 +177,11 @@ def answer(model: Model, ids: Sequence[int], asked: dict[str, Any]) -> str:
     room = model.program.info.context - most
     prompt = list(ids)[-room:]
 
-    def stopped(text: torch.Tensor, _: Any) -> bool:
-        new = model.tokenizer.decode(text[0, len(prompt) :].tolist())
-        return any(stop in new for stop in stops if stop)
-
     found = model.generate(
         [prompt],
         max_new_tokens=most,
         do_sample=sampled,
-        stopping_criteria=[stopped] if stops else [],
+        stopping_criteria=StopTexts(model.tokenizer, stops, len(prompt)),
         **asked,
     )
-    text = model.tokenizer.decode(found[0, len(prompt) :].tolist())
-    for stop in filter(None, stops):
-        text = text.split(stop)[0]
-    return text
+    return cut(model.tokenizer.decode(found[0, len(prompt) :].tolist()), stops)[0]
