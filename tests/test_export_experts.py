@@ -107,7 +107,8 @@ def check_package(program: Program, folder: Path, arch: str) -> None:
 
     said = json.loads((folder / "config.json").read_text())["quantization_config"]
     config = QuantizationConfig.model_validate(said)
-    (scheme,) = config.config_groups.values()
+    groups = config.config_groups.values()  # the embedding may have one of its own
+    (scheme,) = (g for g in groups if any(t == "Linear" or "experts" in t for t in g.targets))
     compressor = compressors.BaseCompressor.get_value_from_registry(scheme.format)
     tensors = load_file(folder / "model.safetensors")
     names = CheckpointNames(build(ARCHS[arch]))

