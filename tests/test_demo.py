@@ -14,7 +14,9 @@ from graftwork.tracing import traced
 def test_contestants_are_all_pairs_but_those_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "import_model", lambda model, dtype, **_: tiny_llama())
     targets = [Target.parse(target) for target in TARGETS]
-    made = _optimized("tiny", recipes_with(RECIPES, SETTINGS), targets, SKIP, None, lambda what: None)
+    made = _optimized(
+        "tiny", recipes_with(RECIPES, SETTINGS), targets, SKIP, None, lambda what: None
+    )
     pairs = [(contestant.name, contestant.target) for contestant in made]
     assert set(SKIP) <= {(recipe, target) for recipe in RECIPES for target in TARGETS}
     assert pairs == [(r, t) for t in TARGETS for r in RECIPES if (r, t) not in SKIP]
