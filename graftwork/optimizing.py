@@ -223,9 +223,11 @@ def trace(
     after: str | None = None,
     data: Prompts | None = None,
     progress: Callable[[str], None] = lambda stage: None,
+    watch: Callable[[Program], None] = lambda program: None,
 ) -> Program:
     """The program of a model as traced, or after a recipe's passes up to `after`. data: as in
-    `optimize`. Errors: as `optimize`, and `InputError` if the recipe has no pass `after`."""
+    `optimize`. watch: as in `run_passes`. Errors: as `optimize`, and `InputError` if the recipe
+    has no pass `after`."""
     progress("trace")
     dtype = as_target(target).dtype
     program = Traced.of(model, dtype).program
@@ -244,7 +246,9 @@ def trace(
         evidence = bundled_evidence(recipe, program, progress)
     else:
         evidence = evidence_for([recipe], program, data, progress=progress)
-    return run_passes(program, recipe.steps, progress=progress, after=after, evidence=evidence)[0]
+    return run_passes(
+        program, recipe.steps, progress=progress, after=after, evidence=evidence, watch=watch
+    )[0]
 
 
 def _remark(target: Target) -> None:

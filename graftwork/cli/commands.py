@@ -10,7 +10,6 @@ import os
 import platform
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,10 +26,10 @@ from .console import err, out, progress
 from .evaluate import evaluate
 from .export import export
 from .generate import generate
+from .inspect import inspect
 from .options import (
     TO_WRITE,
     AnyModel,
-    DataOption,
     MaybeRecipe,
     ModelArg,
     RecipeOption,
@@ -286,37 +285,7 @@ def tune(
         out.print(f"written to {tuned.save(file)}", markup=False)
 
 
-@app.command()
-def inspect(
-    model: AnyModel,
-    recipe: MaybeRecipe = None,
-    set_: SetOption = [],  # noqa: B006  (typer copies it)
-    after: Annotated[str | None, typer.Option(help="Stop after this pass.")] = None,
-    target: TargetOption = None,
-    data: DataOption = None,
-    summary: Annotated[bool, typer.Option(help="Counts instead of the program.")] = False,
-) -> None:
-    """Print a program: as traced, after a recipe, or after one of its passes."""
-    from ..artifact.saved import is_saved
-    from ..model import load
-    from ..optimizing import trace
-    from .open_model import with_settings
-
-    require(after is None or recipe is not None, "--after needs --recipe")
-    with progress() as show:
-        if is_saved(Path(model)) and recipe is None:
-            program = load(model).program
-        else:
-            chosen = None if recipe is None else with_settings(recipe, set_)
-            program = trace(model, chosen, target=target, after=after, data=data, progress=show)
-    if not summary:
-        sys.stdout.write(str(program))
-        return
-    ops = Counter(str(node.target) for fn in program.functions.values() for node in fn.calls())
-    out.print(f"{program.name}: {program.info}, stage {program.stage}", markup=False)
-    out.print(f"{len(program.weights)} weights, {len(program.states)} states")
-    for name, count in ops.most_common():
-        out.print(f"{count:6} {name}", markup=False)
+app.command()(inspect)
 
 
 @app.command()

@@ -123,13 +123,15 @@ def run_passes(
     progress: Callable[[str], None] | None = None,
     after: str | None = None,
     evidence: Evidence | None = None,
+    watch: Callable[[Program], None] = lambda program: None,
 ) -> tuple[Program, list[PassReport]]:
     """Run the steps in a legal order; every intermediate program is verified, and the last plan.
 
     after: the name of the pass to stop after, whatever the plan then lacks. evidence: for passes
-    that learn from text; its progress is told under the pass's name. Errors: `PassError`
-    naming the pass that refused, matched nothing or made an invalid program, and the pass before
-    it; or the part of the plan that cannot be carried out, or never acts.
+    that learn from text; its progress is told under the pass's name. watch: called with the program
+    before all passes, and after each. Errors: `PassError` naming the pass that refused, matched
+    nothing or made an invalid program, and the pass before it; or the part of the plan that cannot
+    be carried out, or never acts.
     """
     reports: list[PassReport] = []
     previous = "the frontend"
@@ -139,6 +141,7 @@ def run_passes(
     for step in ordered[:end]:
         step.pass_.check_evidence(program, evidence)  # before any of them has taken its time
     held = stored_names(program)
+    watch(program)
     for step in ordered[:end]:
         if progress is not None:
             progress(step.pass_.name)
@@ -148,6 +151,7 @@ def run_passes(
         if Effect.WEIGHT_NUMERICS not in step.pass_.effects:  # merged or moved, not stored anew
             held |= stored_names(program) - before
         reports.append(report)
+        watch(program)
         previous = step.pass_.name
     if after is None:
         check_plan(program)
