@@ -20,6 +20,7 @@ from graftwork.ir.plan import (
     ThompsonLength,
 )
 from graftwork.runtime.feeding.draft import NO_DRAFT, Draft
+from graftwork.runtime.memo import LEARNT
 from graftwork.runtime.speculate.lengths.confidence import ConfidencePolicy
 from graftwork.runtime.speculate.lengths.costs import Costs
 from graftwork.runtime.speculate.lengths.goodput import GoodputPolicy
@@ -334,3 +335,12 @@ def test_goodput_prices_the_width_that_is_compiled():
         assert policy.limits([20]) == [0]
         policy.observe(taken([NO_DRAFT], [()]), 0, 1.0)
     assert policy.limits([20]) == [3]
+
+
+def test_goodput_knows_what_steps_take_after_forget():
+    """Texts have taught nothing then, but a draft is tried at once: no step is timed anew."""
+    world = World(4, 0.9, 0.05)
+    world.play(GoodputLength())
+    world.executable.scratch(LEARNT, shared=True).clear()
+    policy = GoodputPolicy(GoodputLength(), world.executable, 1)
+    assert policy.known.steps == 0 and policy.limits([50]) != [0]

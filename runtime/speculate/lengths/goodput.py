@@ -34,24 +34,35 @@ MOST_EVERY = 1024
 """Steps between two tries, at most, where drafting has not paid again and again."""
 
 
-class Knowledge:
-    """What was learned with an executable at a batch size; it outlives a generation.
+class Timings:
+    """What steps of an executable take at a batch size, which no text has to do with: `forget`
+    leaves it.
 
     costs: seconds of a step by width; resting: of one while nothing is drafted for a while, under
-    width 1. making: seconds that a draft takes by its size. seen, hits:
-    f64[most], how often draft token i was verified and accepted, older drafts counting less. lost:
-    seconds, next to plain decoding of `tokens` tokens. steps, whole, plain: steps
+    width 1. making: seconds that a draft takes by its size. looked: whether a rest was timed.
+    """
+
+    def __init__(self) -> None:
+        self.looked = False
+        self.costs, self.resting, self.making = Costs(), Costs(), Costs()
+        self.making.add(0, 0.0)
+
+
+class Knowledge:
+    """What texts have taught with an executable at a batch size; it outlives a generation.
+
+    seen, hits: f64[most], how often draft token i was verified and accepted, older drafts counting
+    less. lost: seconds, next to plain decoding of `tokens` tokens. steps, whole, plain: steps
     so far, and at the last one with a whole draft or none. patience: steps from a whole draft to
     the next. until: the step before which nothing is drafted.
     """
 
-    def __init__(self, most: int) -> None:
-        self.costs, self.resting, self.making = Costs(), Costs(), Costs()
-        self.making.add(0, 0.0)
+    def __init__(self, most: int, timings: Timings) -> None:
+        self.timings = timings
+        self.costs, self.resting, self.making = timings.costs, timings.resting, timings.making
         self.lost = self.tokens = 0.0
         self.steps = self.whole = self.plain = 0
         self.patience = self.until = 0
-        self.looked = False
         # One imagined draft, whose later tokens were accepted ever more rarely.
         self.seen = np.ones(most)
         self.hits = 1 / np.arange(2.0, most + 2)
@@ -95,8 +106,10 @@ class GoodputPolicy(LengthPolicy):
     def __init__(self, record: GoodputLength, executable: Executable, batch: int) -> None:
         super().__init__(record, executable, batch)
         key = (executable.program.plan.draft, batch, self.most)
+        timed: dict[object, Timings] = executable.scratch(Timings, shared=True)
         kept: dict[object, Knowledge] = learnt(executable, Knowledge)
-        self.known = kept.setdefault(key, Knowledge(self.most))
+        timings = timed.setdefault(key, Timings())
+        self.known = kept.setdefault(key, Knowledge(self.most, timings))
         holding = executable.widths(executable.program.step.name).holding
         self.widths = np.array([holding(size + 1) for size in range(self.most + 1)])
 
@@ -111,8 +124,8 @@ class GoodputPolicy(LengthPolicy):
             return 0  # plain steps teach nothing about drafts
         if costs.known(int(self.widths[0])) < SURE or known.steps - known.plain >= PLAIN_EVERY:
             return 0
-        if not known.looked:
-            known.looked, known.until = True, known.steps + SURE
+        if not known.timings.looked:
+            known.timings.looked, known.until = True, known.steps + SURE
             return 0
         reach = self._reach() + 1
         seconds = costs.at(self.widths[:reach]) + known.making.at(np.arange(reach))
