@@ -47,6 +47,7 @@ import torch
 
 import graftwork as gw
 from graftwork.backends import Target
+from graftwork.backends.tiles import kernel_name
 from graftwork.data.cost import Remembered, cost_of
 from graftwork.measuring.agreement import OwnText
 from graftwork.passes.engine.base import Effect
@@ -130,6 +131,7 @@ def cell(plain: Plain, recipe: Recipe) -> dict[str, Any]:
     """A recipe's figures on a model."""
     args = plain.args
     row: dict[str, Any] = {"model": plain.path.name, "recipe": recipe.name}
+    row["kernels"] = kernel_name()
     row["contract"] = recipe.contract
     if why := lacking(recipe, args):
         return row | {"none": why}
@@ -184,45 +186,52 @@ def rounded(value: Any) -> Any:
 
 
 def markdown(rows: list[dict[str, Any]], labels: list[str]) -> str:
-    """A table a model, by family."""
+    """A table a family, of each recipe the models in turn. Recipes that need what nobody gave are
+    named below it."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
     parts = []
-    for model in dict.fromkeys(row["model"] for row in rows):
-        head = [
-            "recipe",
-            "contract",
-            "made",
-            "weights",
-            "caches",
-            "texts the same",
-            "tokens a step",
-        ]
-        head += ["speed", "prompt", *(f"{label}: KL, ratio, top-1" for label in labels)]
-        lines = [f"### {model}", "", f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-        own = [row for row in rows if row["model"] == model]
-        for row in sorted(own, key=lambda r: (FAMILIES.index(family(r["recipe"])), r["recipe"])):
-            if "none" in row:
-                cells = [f"`{row['recipe']}`", row["contract"], row["none"][:200]]
-                cells += [""] * (len(head) - len(cells))
-                lines.append(f"| {' | '.join(cells)} |")
-                continue
+    for kind in FAMILIES:
+        own = [row for row in rows if family(row["recipe"]) == kind]
+        own.sort(key=lambda row: (row["recipe"], models.index(row["model"])))
+        shown = [row for row in own if "none" not in row and row["recipe"] != "baseline"]
+        caches = any("caches" in row for row in shown)
+        head = ["recipe", "model", "made in", "weights", *["caches"] * caches, "texts"]
+        head += ["tokens a step", "speed", "prompt", *labels]
+        lines = [f"## {TITLES[kind]}", "", f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+        for row in shown:
             costs = [row.get(label) for label in labels]
-            shown = [
-                f"{c['divergence']:.4f}, {c['ratio']:.3f}, {c['agreement']:.1%}" if c else ""
+            told = [
+                f"{c['divergence']:.4f}, {c['ratio']:.3f} ± {c['error']:.3f}, {c['agreement']:.1%}"
+                if c
+                else ""
                 for c in costs
             ]
+            held = [f"{row['caches']:.2f}" if "caches" in row else ""] * caches
             cells = [
                 f"`{row['recipe']}`" + (", untrained" if row["untrained"] else ""),
-                *(row["contract"], f"{row['made']:.0f} s"),
-                *(f"{row['weights']:.2f}", f"{row['caches']:.2f}" if "caches" in row else ""),
+                *(row["model"], f"{row['made']:.0f} s", f"{row['weights']:.2f}", *held),
                 *(f"{row['same']}/{row['texts']} ({row['kept']:.0%})", f"{row['accepted']:.2f}"),
-                *(f"{row['speed']:.2f}", f"{row['prompt']:.2f}", *shown),
+                *(f"{row['speed']:.2f}", f"{row['prompt']:.2f}", *told),
             ]
             lines.append(f"| {' | '.join(cells)} |")
-        parts.append("\n".join(lines))
+        reasons: dict[str, list[str]] = {}
+        for row in own:
+            if "none" in row:
+                reasons.setdefault(row["none"], []).append(f"`{row['recipe']}` ({row['model']})")
+        lines += ["", *(f"- {', '.join(names)}: {why}" for why, names in reasons.items())]
+        if shown or reasons:
+            parts.append("\n".join(lines).rstrip())
     return "\n\n".join(parts) + "\n"
 
 
-FAMILIES = ("bits", "cache", "drafts", "layers", "others")
+TITLES = {
+    "bits": "Fewer bits",
+    "cache": "The cache",
+    "drafts": "Drafts",
+    "layers": "Less work",
+    "others": "Others",
+}
+FAMILIES = tuple(TITLES)
 
 
 def family(name: str) -> str:
