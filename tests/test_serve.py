@@ -14,13 +14,12 @@ from typing import Any
 
 import openai
 import pytest
-import uvicorn
+from served import served
 from test_chat import DEMO, TARGET, TEMPLATE
 from test_front_door import run
 
 import graftwork as gw
 from graftwork.ir import InputError
-from graftwork.serving.app import app_of
 from graftwork.serving.asked import ChatRequest, CompletionRequest, read_body
 from graftwork.serving.run import address_of, listen, read_key
 from graftwork.serving.service import Service
@@ -42,15 +41,9 @@ def service(demo: gw.Model) -> Service:
 
 @pytest.fixture(scope="module")
 def port(service: Service) -> Iterator[int]:
-    listening = listen("127.0.0.1", 0, None)
-    config = uvicorn.Config(app_of(service, key=KEY, most=MOST), log_level="error")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    yield listening.getsockname()[1]
-    server.should_exit = True
-    thread.join(30)
-    assert not thread.is_alive() and not service.engine.alive
+    with served(service, key=KEY, most=MOST) as port:
+        yield port
+    assert not service.engine.alive
 
 
 @pytest.fixture(scope="module")
@@ -140,9 +133,15 @@ def test_seeded_answers_repeat_and_differ(client: openai.OpenAI) -> None:
     assert texts[0] == texts[1] and texts[0][0] != texts[0][1]
 
 
+TOOL = {"type": "function", "function": {"name": "now"}}
+
 REFUSED = [
-    ({"frequency_penalty": 0.5}, 400, "frequency_penalty=0.5 is not supported"),
-    ({"logprobs": True}, 400, "logprobs=True is not supported"),
+    ({"frequency_penalty": 2.5}, 400, "frequency_penalty: "),
+    ({"store": True}, 400, "store=True is not supported"),
+    ({"logprobs": 3}, 400, "logprobs: "),
+    ({"top_logprobs": 2}, 400, "expected logprobs=true"),
+    ({"logit_bias": {"-1": 3}}, 400, "logit_bias"),
+    ({"logit_bias": {"99999999": 3}}, 400, "expected token ids below"),
     ({"n_probs": 3}, 400, "n_probs: this server knows no such field"),
     ({"temperature": -1}, 400, "temperature"),
     ({"max_tokens": "9"}, 400, "max_tokens: Input should be a valid integer"),
@@ -153,7 +152,10 @@ REFUSED = [
     ({"model": "gpt-9"}, 404, "'gpt-9' is not here; there is 'demo'"),
     ({"max_tokens": 10**6}, 400, r"exceed"),
     ({"messages": [{"role": "user", "content": "x y " * 2000}]}, 400, "tokens, and"),
-    ({"tool_choice": "required"}, 400, "tool_choice"),
+    ({"tool_choice": "required"}, 400, "expected tools to choose from"),
+    ({"tools": [TOOL]}, 400, "shows the model no tools"),
+    ({"tools": [TOOL, TOOL]}, 400, "different names"),
+    ({"tools": [{"type": "custom", "custom": {}}]}, 400, "tools.0.type"),
 ]
 
 
@@ -208,6 +210,8 @@ def test_keys_paths_and_sizes(port: int) -> None:
     models = asked(port, "/v1/models", method="GET")[2]
     assert [model["id"] for model in models["data"]] == ["demo"]
     assert asked(port, "/v1/nothing", {})[0] == 404
+    status, _, body = asked(port, "/v1/embeddings", {"input": "x"})
+    assert status == 501 and "no hidden states" in body["error"]["message"]
     status, _, body = asked(port, "/v1/completions", {**LONG, "prompt": "x" * MOST})
     assert status == 413 and str(MOST) in body["error"]["message"]
     # A client that only says how much it will send, and one that says nothing, are not read out.

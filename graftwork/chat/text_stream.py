@@ -31,12 +31,19 @@ def cut(text: str, stops: Iterable[str]) -> tuple[str, bool]:
 
 class TextStream:
     """The text of tokens as they come: whole characters, and nothing of what stops it. stopped:
-    whether a text of `stops` was found. ends: ids that say nothing."""
+    whether a text of `stops` was found. ends: ids that say nothing. marks: texts of special tokens
+    that are written, too."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Iterable[str] = (), ends: Iterable[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        stops: Iterable[str] = (),
+        ends: Iterable[int] = (),
+        marks: Iterable[str] = (),
     ) -> None:
         self.tokenizer, self.stops, self.ends = tokenizer, tuple(stops), frozenset(ends)
+        ids = {tokenizer.token_to_id(mark): mark for mark in marks}
+        self.marks = {id: mark for id, mark in ids.items() if id is not None}
         self.ids: list[int] = []
         self.known, self.window, self.held, self.stopped = 0, 0, "", False
 
@@ -51,8 +58,8 @@ class TextStream:
 
     def _more(self, *, whole: bool) -> str:
         # What a token adds depends on the tokens before it; a few are enough.
-        before = decode(self.tokenizer, self.ids[self.window : self.known])
-        text = decode(self.tokenizer, self.ids[self.window :])
+        before = self._text(self.ids[self.window : self.known])
+        text = self._text(self.ids[self.window :])
         if not (whole and text.endswith("\ufffd")):  # the first bytes of a character
             self.held += text[len(before) :]
             self.window, self.known = self.known, len(self.ids)
@@ -62,6 +69,13 @@ class TextStream:
         kept = 0 if self.stopped or not whole else max(map(self._begun, self.stops), default=0)
         self.held = self.held[len(shown) - kept :]
         return shown[: len(shown) - kept]
+
+    def _text(self, ids: list[int]) -> str:
+        place = next((n for n, id in enumerate(ids) if id in self.marks), None)
+        if place is None:
+            return decode(self.tokenizer, ids)
+        first, mark, rest = ids[:place], self.marks[ids[place]], ids[place + 1 :]
+        return decode(self.tokenizer, first) + mark + self._text(rest)
 
     def _begun(self, stop: str) -> int:
         """Characters at the end that may be the first of a stop."""

@@ -1,4 +1,4 @@
-"""What clients get: OpenAI's objects, whole or as events, and its errors."""
+"""What clients get: OpenAI's objects, whole or as events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from starlette.responses import JSONResponse
+from ..chat.tool_calls import CallDelta
+from .token_texts import TokenTexts
+from .writing import Chance, Piece
 
 ENDED = "data: [DONE]\n\n"
 
@@ -33,11 +35,32 @@ class Usage:
 
 
 @dataclass
+class Whole:
+    """All pieces of a choice. mean: of its tokens' log probabilities, where they are known."""
+
+    text: str = ""
+    finish: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+    chances: list[Chance] = field(default_factory=list)
+    mean: float = 0.0
+
+    def add(self, piece: Piece) -> None:
+        """One more piece."""
+        self.text += piece.text
+        self.calls += piece.calls
+        self.chances += piece.chances
+        self.finish = piece.finish or self.finish
+
+
+@dataclass
 class Shape:
-    """Objects of one answer. chat: of messages, or of texts. model: its name."""
+    """Objects of one answer. chat: of messages, or of texts. model: its name. tokens: their texts.
+    listed: whether probabilities are asked for."""
 
     chat: bool
     model: str
+    tokens: TokenTexts
+    listed: bool = False
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -51,60 +74,79 @@ class Shape:
             **more,
         }
 
-    def whole(self, texts: Sequence[str], finishes: Sequence[str], usage: Usage) -> dict[str, Any]:
+    def whole(self, made: Sequence[Whole], usage: Usage) -> dict[str, Any]:
         """All choices."""
-        made = zip(texts, finishes, strict=True)
         kind = "chat.completion" if self.chat else "text_completion"
-        choices = [self._choice(index, *one) for index, one in enumerate(made)]
+        choices = [self._choice(index, one) for index, one in enumerate(made)]
         return self._object(kind, choices, usage=usage.to_dict())
 
-    def _choice(self, index: int, text: str, finish: str) -> dict[str, Any]:
-        said: Any = {"text": text}
+    def _choice(self, index: int, made: Whole) -> dict[str, Any]:
+        said: Any = {"text": made.text}
         if self.chat:
-            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        return {"index": index, **said, "logprobs": None, "finish_reason": finish}
+            message: dict[str, Any] = {"role": "assistant", "content": made.text, "refusal": None}
+            if made.calls:
+                message |= {"content": made.text or None, "tool_calls": whole_calls(made.calls)}
+            said = {"message": message}
+        logprobs = self._logprobs(made.chances)
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": made.finish}
 
     def begins(self, index: int) -> str:
         """The event that a message begins with; texts have none."""
         delta = {"role": "assistant", "content": ""}
-        return self._event(index, {"delta": delta}, None) if self.chat else ""
+        return self._event(Piece(index, ""), {"delta": delta}) if self.chat else ""
 
-    def goes_on(self, index: int, text: str, finish: str | None) -> str:
-        """The event of new text."""
-        delta = {"content": text} if text or finish is None else {}
-        return self._event(index, {"delta": delta} if self.chat else {"text": text}, finish)
+    def goes_on(self, piece: Piece) -> str:
+        """The event of what is new."""
+        if not self.chat:
+            return self._event(piece, {"text": piece.text})
+        delta: dict[str, Any] = {}
+        if piece.text or not (piece.calls or piece.finish):
+            delta["content"] = piece.text
+        if piece.calls:
+            delta["tool_calls"] = [_call(call) for call in piece.calls]
+        return self._event(piece, {"delta": delta})
 
-    def _event(self, index: int, said: Mapping[str, Any], finish: str | None) -> str:
+    def _event(self, piece: Piece, said: Mapping[str, Any]) -> str:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
-        choice = {"index": index, **said, "logprobs": None, "finish_reason": finish}
-        return event(self._object(kind, [choice]))
+        logprobs = self._logprobs(piece.chances) if piece.chances else None
+        choice = {"index": piece.choice, **said, "logprobs": logprobs}
+        return event(self._object(kind, [{**choice, "finish_reason": piece.finish}]))
 
     def usage(self, usage: Usage) -> str:
         """The last event, if it is asked for."""
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         return event(self._object(kind, [], usage=usage.to_dict()))
 
+    def _logprobs(self, chances: Sequence[Chance]) -> dict[str, Any] | None:
+        if not self.listed:
+            return None
+        return self.tokens.of_chat(chances) if self.chat else self.tokens.of_texts(chances)
+
+
+def _call(part: CallDelta) -> dict[str, Any]:
+    found: dict[str, Any] = {"index": part.number}
+    if part.id is not None:
+        found |= {"id": part.id, "type": "function"}
+    named = {} if part.name is None else {"name": part.name}
+    return {**found, "function": {**named, "arguments": part.arguments}}
+
+
+def whole_calls(parts: Sequence[CallDelta]) -> list[dict[str, Any]]:
+    """Calls of a message, put together.
+
+    >>> parts = [CallDelta(0, "", "call_1", "now"), CallDelta(0, "{}")]
+    >>> whole_calls(parts)[0]["function"]
+    {'name': 'now', 'arguments': '{}'}
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        if part.id is not None:
+            function = {"name": part.name, "arguments": ""}
+            found[part.number] = {"id": part.id, "type": "function", "function": function}
+        found[part.number]["function"]["arguments"] += part.arguments
+    return list(found.values())
+
 
 def event(value: Any) -> str:
     """A server-sent event."""
     return f"data: {json.dumps(value)}\n\n"
-
-
-@dataclass(eq=False)
-class Problem(Exception):
-    """An answer that is an error. kind: OpenAI's type; code: and code. headers: of the answer."""
-
-    status: int
-    message: str
-    kind: str = "invalid_request_error"
-    code: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-    def body(self) -> dict[str, Any]:
-        """As OpenAI's clients read it."""
-        said = {"message": self.message, "type": self.kind, "param": None, "code": self.code}
-        return {"error": said}
-
-    def response(self) -> JSONResponse:
-        """The whole answer."""
-        return JSONResponse(self.body(), self.status, dict(self.headers))

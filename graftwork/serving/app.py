@@ -17,10 +17,13 @@ from starlette.types import Receive, Scope, Send
 
 from .._version import __version__
 from ..ir import InputError
-from .answers import ENDED, Problem, Shape, event
+from .answers import ENDED, Shape, Whole, event
 from .asked import Asked, ChatRequest, CompletionRequest, read_body
+from .choices import Choices
 from .metrics import Metrics
-from .service import Choices, Service
+from .problems import Problem
+from .service import Service
+from .token_texts import TokenTexts
 
 MOST_BODY = 4 * 2**20
 """Bytes of a request, unless told otherwise."""
@@ -32,7 +35,7 @@ Kind = TypeVar("Kind", bound=Asked)
 def app_of(service: Service, *, key: str | None = None, most: int = MOST_BODY) -> FastAPI:
     """The application. key: what clients must give as a bearer token. most: bytes of a body. The
     service's engine is closed when the application shuts down."""
-    metrics = Metrics(service.engine)
+    metrics, tokens = Metrics(service.engine), TokenTexts(service.tokenizer)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -64,12 +67,12 @@ def app_of(service: Service, *, key: str | None = None, most: int = MOST_BODY) -
         except InputError as error:
             raise Problem(400, str(error)) from error
         choices = await begin(asked, "" if request.client is None else request.client.host)
-        shape = Shape(kind is ChatRequest, service.name)
+        shape = Shape(kind is ChatRequest, service.name, tokens, asked.listed)
         if asked.stream:
             return Events(choices, _events(choices, shape, asked), metrics)
-        texts, finishes = await _until_gone(request, _whole(choices), choices)
+        made = await _until_gone(request, _whole(choices), choices)
         _observe(metrics, choices)
-        return JSONResponse(shape.whole(texts, finishes, choices.usage))
+        return JSONResponse(shape.whole(_best(made, asked), choices.usage))
 
     guarded = [Depends(keyed)]
 
@@ -82,6 +85,12 @@ def app_of(service: Service, *, key: str | None = None, most: int = MOST_BODY) -
     async def chat_completions(request: Request) -> Response:
         """Answer messages."""
         return await answer(request, ChatRequest, service.chat)
+
+    @app.post("/v1/embeddings", dependencies=guarded)
+    async def embeddings() -> Response:
+        """None are made."""
+        message = f"{service.name}: its steps return logits, and no hidden states to embed texts by"
+        raise Problem(501, message, code="not_implemented")
 
     @app.get("/v1/models", dependencies=guarded)
     async def models() -> dict[str, Any]:
@@ -128,8 +137,8 @@ async def _events(choices: Choices, shape: Shape, asked: Asked) -> AsyncIterator
         if begins := shape.begins(index):
             yield begins
     try:
-        async for index, text, finish in choices.pieces():
-            yield shape.goes_on(index, text, finish)
+        async for piece in choices.pieces():
+            yield shape.goes_on(piece)
     except Problem as problem:  # the status is sent already
         yield event(problem.body())
         return
@@ -138,13 +147,23 @@ async def _events(choices: Choices, shape: Shape, asked: Asked) -> AsyncIterator
     yield ENDED
 
 
-async def _whole(choices: Choices) -> tuple[list[str], list[str]]:
-    """All texts, and why each ended."""
-    texts, finishes = [""] * len(choices.tickets), [""] * len(choices.tickets)
-    async for index, text, finish in choices.pieces():
-        texts[index] += text
-        finishes[index] = finish or ""
-    return texts, finishes
+async def _whole(choices: Choices) -> list[Whole]:
+    """All answers."""
+    made = [Whole() for _ in choices.tickets]
+    async for piece in choices.pieces():
+        made[piece.choice].add(piece)
+    for one, writing in zip(made, choices.writings, strict=True):
+        one.mean = writing.mean
+    return made
+
+
+def _best(made: list[Whole], asked: Asked) -> list[Whole]:
+    """Of the answers to each prompt, the `n` whose tokens were likeliest (``best_of``)."""
+    if asked.made == asked.n:
+        return made
+    prompts = [made[first : first + asked.made] for first in range(0, len(made), asked.made)]
+    ranked = [sorted(some, key=lambda one: -one.mean)[: asked.n] for some in prompts]
+    return [one for some in ranked for one in some]
 
 
 async def _until_gone(request: Request, work: Awaitable[T], choices: Choices) -> T:

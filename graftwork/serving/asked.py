@@ -12,18 +12,12 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ..ir import InputError
+from .penalties import Biased, Repeated
+from .strict import Strict
+from .tools import MOST_TOOLS, Calls, NamedTool, Tool, opened
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "echo": (False,),
-    "best_of": (1,),
     "suffix": ("",),
-    "parallel_tool_calls": (True, False),
-    "tool_choice": ("auto", "none"),
     "store": (False,),
     "metadata": ({},),
     "modalities": (["text"],),
@@ -37,6 +31,9 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "web_search_options": (),
     "safety_identifier": (),
     "prompt_cache_key": (),
+    "prompt_cache_retention": (),
+    "prompt_cache_options": (),
+    "moderation": (),
 }
 """Fields that are not carried out, and the values, besides null, at which they ask for nothing."""
 
@@ -46,15 +43,13 @@ SHAPES = ("top_p", "top_k", "min_p")
 MOST_CHOICES = 16
 """Answers to one request."""
 
+MOST_LIKELY = 20
+"""Tokens of each place that a request may see the probabilities of, besides the one there."""
+
 Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Ids = Annotated[list[int], Field(min_length=1)]
 Body = TypeVar("Body", bound=BaseModel)
-
-
-class Strict(BaseModel):
-    """Refuses unknown fields, and takes no text for a number."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class StreamOptions(Strict):
@@ -84,8 +79,11 @@ class Asked(Strict):
     top_k: int | None = Field(None, ge=0)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
+    presence_penalty: float = Field(0, ge=-2, le=2)
+    frequency_penalty: float = Field(0, ge=-2, le=2)
+    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias] = Field({})
     seed: int | None = Field(None, ge=0, le=2**63 - 1)
-    stop: Stops = []
+    stop: Stops = Field([])
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -115,6 +113,33 @@ class Asked(Strict):
         """New tokens at most; None: as many as the server gives."""
         return self.max_tokens or self.usual
 
+    @property
+    def likeliest(self) -> int | None:
+        """Tokens of each place whose probabilities are asked for; None: not even of its own."""
+        return None
+
+    @property
+    def listed(self) -> bool:
+        """Whether the answer has probabilities."""
+        return self.likeliest is not None
+
+    @property
+    def made(self) -> int:
+        """Answers to each prompt, of which the `n` best are given."""
+        return self.n
+
+    def processors(self, prompt: int, vocabulary: int) -> list[Any]:
+        """What changes scores behind a prompt of so many tokens. Errors: `InputError`."""
+        found: list[Any] = []
+        if self.logit_bias:
+            biases = {int(id): bias for id, bias in self.logit_bias.items()}
+            if (largest := max(biases)) >= vocabulary:
+                raise InputError(f"logit_bias: {largest}: expected token ids below {vocabulary}")
+            found.append(Biased(biases))
+        if self.presence_penalty or self.frequency_penalty:
+            found.append(Repeated(prompt, self.presence_penalty, self.frequency_penalty))
+        return found
+
     def options(self, choice: int = 0) -> dict[str, Any]:
         """Options of `generate`. choice: which of the answers. Errors: `InputError` for a format of
         answers that this version cannot hold to."""
@@ -129,6 +154,8 @@ class Asked(Strict):
             found["repetition_penalty"] = self.repetition_penalty
         if self.seed is not None:
             found["seed"] = self.seed + choice
+        if self.likeliest is not None:
+            found |= {"return_dict_in_generate": True, "output_logits": True}
         return {**found, **self._format()}
 
     def _format(self) -> dict[str, Any]:
@@ -149,6 +176,36 @@ class CompletionRequest(Asked):
     usual: ClassVar[int | None] = 16
 
     prompt: str | Ids | list[str | Ids]
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY)
+    best_of: int | None = Field(None, ge=1, le=MOST_CHOICES)
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _none(cls, logprobs: Any) -> Any:
+        return None if logprobs is False else logprobs
+
+    @model_validator(mode="after")
+    def _agreeing(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo: no logprobs of prompts are made here: leave one out")
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError(f"best_of={self.best_of}: expected n={self.n} or more")
+        if self.made > self.n and self.stream:
+            raise ValueError("best_of: which answers are best shows at their end: leave out stream")
+        return self
+
+    @property
+    def made(self) -> int:
+        return self.best_of or self.n
+
+    @property
+    def likeliest(self) -> int | None:
+        return 0 if self.logprobs is None and self.made > self.n else self.logprobs
+
+    @property
+    def listed(self) -> bool:
+        return self.logprobs is not None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -174,20 +231,25 @@ class Part(Strict):
 
 
 class ChatMessage(BaseModel):
-    """A message; what else it holds (`name`, `tool_calls`, `tool_call_id`) is the template's."""
+    """A message; what else it holds (`name`, `tool_call_id`) is the template's."""
 
     model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """For a chat template: parts as one text, a developer's message as the system's."""
+        """For a chat template: parts as one text, a developer's message as the system's, arguments
+        of calls as objects."""
         found = self.model_dump(exclude_none=True)
         if isinstance(self.content, list):
             found["content"] = "\n".join(part.text for part in self.content)
         if self.role == "developer":
             found["role"] = "system"
+        if self.tool_calls:
+            found["tool_calls"] = [opened(call) for call in self.tool_calls]
+            found.setdefault("content", "")
         return found
 
 
@@ -197,13 +259,43 @@ class ChatRequest(Asked):
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MOST_LIKELY)
+    tools: list[Tool] = Field([], max_length=MOST_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = Field({})
+
+    @model_validator(mode="after")
+    def _agreeing(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: expected logprobs=true besides")
+        if not self.tools and self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("tool_choice: expected tools to choose from")
+        if self.calls is not None and self.response_format not in (
+            None,
+            ResponseFormat(type="text"),
+        ):
+            raise ValueError(
+                "response_format: an answer that may call tools has no other format: leave one "
+                "out, or give tool_choice none"
+            )
+        return self
 
     @property
     def tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def likeliest(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    @property
+    def calls(self) -> Calls | None:
+        """What may be called. Errors: `ValueError` for a choice that is no tool."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return Calls.of(self.tools, self.tool_choice, several=self.parallel_tool_calls)
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -215,8 +307,8 @@ class ChatRequest(Asked):
     @property
     def variables(self) -> dict[str, Any]:
         """What the template is given besides messages."""
-        tools = self.tools if self.tools and self.tool_choice != "none" else None
-        return {**self.chat_template_kwargs, "tools": tools}
+        shown = [tool.model_dump(exclude_none=True) for tool in self.tools]
+        return {**self.chat_template_kwargs, "tools": shown if self.calls else None}
 
 
 def _asks_for_nothing(name: str, value: object) -> bool:

@@ -136,12 +136,18 @@ class Engine:
         return request
 
     def submit(
-        self, request: Request, told: Told, *, client: str = "", seconds: float | None = None
+        self,
+        request: Request,
+        told: Told,
+        *,
+        client: str = "",
+        seconds: float | None = None,
+        likeliest: int = 0,
     ) -> Ticket:
-        """Queue a request of `read`, from any thread. seconds: until it is ended as late. Errors:
-        `QueueFull`; `InputError` once the engine is closed."""
+        """Queue a request of `read`, from any thread. seconds: until it is ended as late.
+        likeliest: see `Ticket`. Errors: `QueueFull`; `InputError` once the engine is closed."""
         deadline = None if seconds is None else self.clock() + seconds
-        ticket = Ticket(request, told, client, deadline, _wake=self._wake)
+        ticket = Ticket(request, told, client, deadline, likeliest, _wake=self._wake)
         with self._changed:
             if self._closing:
                 raise InputError("the engine is closed: it takes no more requests")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from threading import Event
+from typing import NamedTuple
+
+import torch
 
 from ...ir.support.errors import InputError
 from ..asking.request import Request
@@ -45,6 +49,15 @@ class QueueFull(InputError):
         self.waiting = waiting
 
 
+class Likely(NamedTuple):
+    """What the model made of a place in the text, before options change its logits. logprob: of the
+    token that stands there. ids, logprobs: of the likeliest tokens, best first."""
+
+    logprob: float
+    ids: list[int]
+    logprobs: list[float]
+
+
 Told = Callable[[list[int], End | None], None]
 """Called by the engine's thread with new tokens, and with the end once it is there. Must return at
 once and raise nothing."""
@@ -53,13 +66,17 @@ once and raise nothing."""
 @dataclass(eq=False)
 class Ticket:
     """request: of one text. told: see `Told`. client: requests of one share its turns. deadline: of
-    the engine's clock; None: none."""
+    the engine's clock; None: none. likeliest: how many of the likeliest tokens `likely` has of each
+    place, where the request asks for logits; it gets those of new tokens before `told` is called,
+    which takes them out."""
 
     request: Request
     told: Told
     client: str = ""
     deadline: float | None = None
+    likeliest: int = 0
     sent: int = 0
+    likely: deque[Likely] = field(default_factory=deque)
     _cancelled: Event = field(default_factory=Event)
     _wake: Callable[[], None] = lambda: None
 
@@ -83,6 +100,8 @@ class Ticket:
         text = self.text
         new = text.tokens[text.prompt + self.sent :]
         self.sent += len(new)
+        self.likely += _likely(text.logits, new, self.likeliest)
+        text.logits.clear()  # a vocabulary each
         if new or end is not None:
             self.told(new, end)
 
@@ -92,3 +111,11 @@ class Ticket:
         """Hand on the rest, and the end."""
         text = self.text
         self.tell(End(reason, text.prompt, text.generated, stats, error))
+
+
+def _likely(logits: Sequence[torch.Tensor], tokens: Sequence[int], most: int) -> Iterator[Likely]:
+    """logits: f32[V], what each token was chosen by; none where nobody wants them."""
+    for row, token in zip(logits, tokens, strict=False):
+        logprobs = row.log_softmax(-1)
+        best = logprobs.topk(min(most, len(logprobs)))
+        yield Likely(float(logprobs[token]), best.indices.tolist(), best.values.tolist())

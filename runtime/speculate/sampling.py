@@ -192,8 +192,10 @@ class Scorer:
         logits, scores, rows = self.last
         for node in nodes:
             row = rows[index, node]
-            text.logits.append(logits[row].clone())
-            text.scores.append(scores[row].clone())
+            if self.options.output_logits:
+                text.logits.append(logits[row].clone())
+            if self.options.output_scores:
+                text.scores.append(scores[row].clone())
 
     def warp(self, scores: torch.Tensor) -> Chances:
         """What to sample from. Errors: `InputError` for NaN scores [R,V]."""
