@@ -18,6 +18,8 @@ from .backends.target import Target
 from .chat.chats import Chats
 from .chat.files import Config, Settings, config_of
 from .data.prompts import as_ids, as_prompts
+from .drawing.cards import card, fold, picture
+from .drawing.svg import plan_lines, program_svg
 from .exporting.exports import Exports
 from .ir import InputError, Program
 from .ir.execution.executable import Executable
@@ -281,6 +283,16 @@ class Model(Exports, Chats):
             report=self.report,
             progress=progress,
         )
+
+    def _repr_html_(self) -> str:
+        facts = [
+            f"recipe {self.recipe.get('name')} ({self.recipe.get('contract')})",
+            *plan_lines(self.program.plan),
+        ]
+        made = "" if self.report is None else fold("report", self.report._repr_html_())
+        drawn = fold("program", picture(program_svg(self.program)))
+        size = megabytes(weight_bytes(self.program))
+        return card(f"{self.program.name} for {self.target}, {size}", facts, (), (), made, drawn)
 
     def __str__(self) -> str:
         size = megabytes(weight_bytes(self.program))

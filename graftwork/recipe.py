@@ -40,6 +40,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from .drawing.cards import card
 from .ir import InputError
 from .ir.support.discovery import brought
 from .ir.support.files import plain_path, read_text
@@ -235,6 +236,24 @@ class Recipe:
             rest["knob"] = {self.knob.option: list(self.knob.values)}
         return {**head, **rest, "passes": entries}
 
+    def _repr_html_(self) -> str:
+        facts = [f"{name}: {text}" for name, text in self.said().items()]
+        rows = [
+            (use.name, step.pass_.contract.value, _cut(use.options))
+            for step, use in zip(self.steps, self.passes, strict=True)
+            if use.options or step.pass_.contract is not Contract.EXACT
+        ]
+        if rest := len(self.passes) - len(rows):
+            rows.append((f"and {rest} others", Contract.EXACT.value, ""))
+        return card(f"{self.name}: {self.title}", facts, ("pass", "contract", "options"), rows)
+
+    def said(self) -> dict[str, str]:
+        """What is known of it besides its passes, for people: contract, needs, paper, ..."""
+        names = ("contract", "paper", "differs", "extends")
+        known = {name: str(getattr(self, name)) for name in names}
+        needs = {"needs": ", ".join(self.brought) or "nothing"}
+        return {**{name: text for name, text in known.items() if text}, **needs}
+
     def save(self, path: str | Path) -> Path:
         """Write the recipe as YAML for `load`; its name is the file's."""
         data = {key: value for key, value in self.as_dict().items() if key != "name"}
@@ -242,6 +261,12 @@ class Recipe:
         where = plain_path("recipe", path)
         write_text(where, text)
         return where
+
+
+def _cut(options: Mapping[str, Any]) -> str:
+    """Options as a text of at most a hundred characters."""
+    text = ", ".join(f"{name}={value}" for name, value in options.items())
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def recipes() -> list[Recipe]:

@@ -13,12 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from .backends.kernel_uses import kernels_line
+from .drawing.parts import weights_by_part
+from .drawing.reported import Told
 from .ir import InputError, PassRecord, Program
 from .ir.execution.executable import Executable, KernelUse, Memory
 from .ir.text.printer import fields_of
 from .passes.engine.base import Contract
 from .passes.engine.manager import PassReport
 from .runtime.cache.conversations import Conversations
+from .runtime.generation import drafted_so_far
+from .runtime.stats import by_depth
 
 APPROXIMATE = (
     "approximate: texts may differ from the target's own; graftwork bench measures how much is kept"
@@ -55,6 +59,18 @@ class Cost(Frozen):
     agreement: float
     perplexity: float | None = None
     speed: float | None = None
+
+    def lines(self) -> list[tuple[str, str]]:
+        """The figures, with names."""
+        found = [
+            ("text", f"{self.text}, {self.tokens} tokens"),
+            ("KL(model || recipe)", f"{self.divergence:.5f} nats a token"),
+            ("perplexity over the model's", f"{self.ratio:.4f} ± {self.error:.4f}"),
+            ("the same likeliest token", f"{self.agreement:.1%}"),
+        ]
+        if self.speed is not None:
+            found.append(("decoding speed over the model's", f"{self.speed:.2f}"))
+        return found
 
     def __str__(self) -> str:
         speed = "" if self.speed is None else f"; decodes at {self.speed:.2f} times its speed"
@@ -132,6 +148,73 @@ class Report(Frozen):
             return Memory(weight_bytes(model.program), 0, 0)
         memory = executable.memory()
         return memory._replace(caches=memory.caches + Conversations.of(executable).nbytes)
+
+    def acceptance(self) -> tuple[float, ...]:
+        """Share of drafts whose first, second, ... token was kept, over all texts so far; () where
+        nothing was drafted."""
+        model = self._model and self._model()
+        executable: Executable | None = getattr(model, "compiled", None)
+        return () if executable is None else by_depth(drafted_so_far(executable))
+
+    def html(self) -> str:
+        """A page of one file that loads nothing: what passes matched and cost, memory by part,
+        quality, and how far drafts were accepted. What the model has done so far counts: memory of
+        caches is there after a first text."""
+        return self._told().page()
+
+    def _repr_html_(self) -> str:
+        return self._told().card()
+
+    def _told(self) -> Told:
+        model = self._model and self._model()
+        validated = any(line.check for line in self.passes)
+        heads = ["pass", "matches", "nodes", "seconds", "contract"]
+        rows = [tuple(self._row(line, validated)) for line in self.passes]
+        if validated:
+            heads += ["error", "same argmax", "width error"]
+        facts = [
+            ("model", f"{self.model_type}, for {self.target}"),
+            ("contract", self.contract),
+            ("weights", f"{megabytes(self.weight_bytes_before)} -> {self._after()}"),
+            ("time", f"traced in {self.trace_seconds:.1f} s, transformed in {self._spent():.1f} s"),
+        ]
+        if kernels := kernels_line(self.kernels()):
+            facts.append(("weights of few bits", f"run by {kernels}"))
+        if self.generates:
+            facts.append(("generates by default with", self.generates))
+        remarks = [f"{line.name}: {remark}" for line in self.passes for remark in line.remarks]
+        unmeasured = self.contract == Contract.APPROXIMATE.value and self.cost is None
+        options = [
+            (line.name, ", ".join(f"{name}={value}" for name, value in line.options.items()))
+            for line in self.passes
+            if line.options
+        ]
+        return Told(
+            title=f"{self.source}, recipe {self.recipe}",
+            facts=facts,
+            heads=heads,
+            passes=rows,
+            options=options,
+            notes=[*([APPROXIMATE] if unmeasured else []), *remarks, *self.notes],
+            quality=[] if self.cost is None else self.cost.lines(),
+            memory={} if model is None else self._parts(model.program),
+            acceptance=self.acceptance(),
+            drafts=model is not None and model.program.plan.speculates,
+        )
+
+    def _after(self) -> str:
+        return megabytes(self.weight_bytes_after)
+
+    def _spent(self) -> float:
+        return sum(line.seconds for line in self.passes)
+
+    def _parts(self, program: Program) -> dict[str, int]:
+        """Bytes by part: weights of the program, and what runs holds beside them."""
+        parts = {f"weights of {name}": size for name, size in weights_by_part(program).items()}
+        held = self.memory()
+        prepared = held.weights - weight_bytes(program)
+        others = {"prepared weights": prepared, "caches": held.caches, "code": held.code}
+        return {**parts, **{name: size for name, size in others.items() if size > 0}}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Report) and self.model_dump() == other.model_dump()

@@ -15,6 +15,7 @@ from .plan.defaults import Defaults
 from .support.errors import GraftworkError, InputError
 from .support.fields import check_fields
 from .support.names import check_name, check_program_name
+from .text.notebook import program_html
 from .text.printer import (
     call_text,
     fields_of,
@@ -186,6 +187,9 @@ class Program:
 
     def __str__(self) -> str:
         return program_text(self)
+
+    def _repr_html_(self) -> str:
+        return program_html(self)
 
 
 def program_text(program: Program, *, made: bool = False) -> str:

@@ -47,6 +47,12 @@ def forget(executable: Executable, *, learnt: bool = True) -> None:
             executable.scratch(LEARNT, shared=True).clear()
 
 
+def drafted_so_far(executable: Executable) -> dict[int, int]:
+    """`Stats.accepted_runs` of all generations with an executable together."""
+    found: dict[int, int] = executable.scratch("drafted", shared=True)
+    return found
+
+
 def check_request(input_ids: torch.Tensor, options: Mapping[str, Any], program: Program) -> None:
     """Errors: those of `generate` for bad input and options."""
     read_request(input_ids, options, program)
@@ -76,6 +82,9 @@ def generate(
             request = read_request(input_ids, asked, executable.program, heard)
         open_ = not all(text.done for text in request.texts)
         stats = decode(executable, request) if open_ else Stats()
+        drafted = drafted_so_far(executable)
+        for run, count in stats.accepted_runs.items():
+            drafted[run] = drafted.get(run, 0) + count
     sequences = request.sequences().to(input_ids.device)
     if not request.options.return_dict_in_generate:
         return sequences

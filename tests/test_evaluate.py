@@ -39,7 +39,7 @@ def test_a_row_a_recipe_and_the_model_first(
     assert other["perplexity"] / own["perplexity"] == pytest.approx(other["ratio"], rel=1e-6)
     assert "int4" in capsys.readouterr().out
     text = page.read_text()
-    assert "<svg" in text and "int4" in text and "http" not in text.split("<svg")[0]
+    assert "<svg" in text and "int4" in text and "//" not in text.split("<svg")[0]
 
 
 def test_perplexity_is_that_of_the_text(plain: gw.Model) -> None:

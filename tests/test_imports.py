@@ -31,7 +31,8 @@ METHOD = re.compile(r"passes/(drafting|depth)/\w+/(\w+)\.py")
 FILES = [path for part in ALLOWED for path in sorted((ROOT / part).rglob("*.py"))]
 FRONT = (
     *("__main__", "cli", "serving", "ready", "training", "measuring", "optimizing", "model"),
-    *("chat", "exporting", "data", "drawing", "tracing", "recipe", "artifact", "report", "_version"),
+    *("chat", "exporting", "data", "tracing", "recipe", "artifact", "report", "drawing"),
+    "_version",
 )
 """Files and folders of graftwork/, each above all that it imports."""
 

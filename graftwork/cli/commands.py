@@ -141,13 +141,19 @@ def optimize(
     dry_run: Annotated[bool, typer.Option(help="Report only; save nothing.")] = False,
     seed: Annotated[int, typer.Option(help="Of random prompts for validation without --data.")] = 0,
     json_: Annotated[bool, typer.Option("--json", help="The report as JSON.")] = False,
+    page: Annotated[
+        Path | None, typer.Option("--html", **TO_WRITE, help="The report as a page.")
+    ] = None,
 ) -> None:
     """Trace a model, run a recipe's passes over it, and save the result."""
     require((folder is None) == dry_run, "give either --out DIR or --dry-run")
+    from ..artifact.destinations import check_file
     from ..artifact.saved import check_destination
+    from ..ir.support.scratch import write_text
     from ..optimizing import optimize as optimize_model
     from .open_model import with_settings
 
+    check_file(page, "--html")
     if folder is not None:
         check_destination(folder)
     with progress() as show:
@@ -168,6 +174,8 @@ def optimize(
             _measured(result, model, show)
         if folder is not None:
             result.save(folder, progress=lambda name: show(f"save {name}"))
+    if result.report is not None and page is not None:
+        write_text(page, result.report.html())
     if result.report is not None and json_:
         out.print(result.report.model_dump_json(indent=1), markup=False, soft_wrap=True)
     elif result.report is not None:
@@ -224,12 +232,21 @@ def bench(
     json_: Annotated[
         Path | None, typer.Option("--json", **TO_WRITE, help="Write the figures here.")
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", **TO_WRITE, help="Write a picture (SVG) here.")
+    ] = None,
 ) -> None:
     """Measure recipes against each other and against other systems, in one run."""
     from ..artifact.destinations import check_file
+    from ..drawing.figures import require_matplotlib, svg_text
+    from ..ir.support.scratch import write_text
     from ..measuring.compare import compare
+    from ..measuring.plots import bench_figure
 
     check_file(json_, "--json")
+    check_file(plot, "--plot")
+    if plot is not None:
+        require_matplotlib()
     with progress() as show:
         table, figures = compare(
             model,
@@ -245,6 +262,8 @@ def bench(
             progress=show,
         )
     _show(table, figures, json_)
+    if plot is not None:
+        write_text(plot, svg_text(bench_figure(figures)))
 
 
 @app.command()

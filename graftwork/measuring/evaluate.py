@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +16,8 @@ from ..data.calibration import check_documents, check_text
 from ..data.cost import LONG, Remembered, cost_of
 from ..data.knob import pace_of
 from ..data.prompts import Prompts
+from ..drawing.figures import Point, inline, require_matplotlib, scatter
+from ..drawing.html import escaped, page, table
 from ..ir import InputError
 from ..model import Model, as_target
 from ..optimizing import optimize
@@ -81,50 +81,27 @@ class Evaluation:
     def table(self) -> RenderableType:
         """For the terminal."""
         columns = self.columns()
-        table = Table(box=None, pad_edge=False)
+        found = Table(box=None, pad_edge=False)
         for head, _ in columns:
-            table.add_column(head, justify="left" if head == "recipe" else "right", no_wrap=True)
+            found.add_column(head, justify="left" if head == "recipe" else "right", no_wrap=True)
         for cells in zip(*(cells for _, cells in columns), strict=True):
-            table.add_row(*cells)
-        return Group(Text(self._title()), table)
+            found.add_row(*cells)
+        return Group(Text(self._title()), found)
 
     def page(self) -> str:
         """The table and the picture as one HTML file that loads nothing. Errors: see `figure`."""
         columns = self.columns()
-        heads = "".join(f"<th>{html.escape(head)}</th>" for head, _ in columns)
-        lines = zip(*(cells for _, cells in columns), strict=True)
-        body = "\n".join(
-            f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>"
-            for cells in lines
-        )
-        drawn = io.StringIO()
-        self.figure().savefig(drawn, format="svg")
-        picture = drawn.getvalue()
-        return _PAGE.format(
-            title=html.escape(f"{self.model}: quality and speed"),
-            what=html.escape(self._title()),
-            heads=heads,
-            body=body,
-            picture=picture[picture.index("<svg") :],
-        )
+        rows = list(zip(*(cells for _, cells in columns), strict=True))
+        what = f"<p>{escaped(self._title())}</p>"
+        shown = table([head for head, _ in columns], rows)
+        return page(f"{self.model}: quality and speed", what, shown, inline(self.figure()))
 
     def figure(self) -> Figure:
         """Quality beside speed, a point a recipe: divergence on the text, or the first task's first
         score. Errors: `InputError` without matplotlib."""
-        figure = _figure_class()(figsize=(6.4, 4), layout="constrained")
-        axis = figure.subplots()
-        label, points = self._points()
-        for row, value in zip(self.rows, points, strict=True):
-            axis.scatter(row.speed, value, s=28)
-            axis.annotate(row.recipe, (row.speed, value), (5, 4), textcoords="offset points")
-        if label.startswith("KL"):
-            axis.set_yscale("symlog", linthresh=1e-4)
-            axis.invert_yaxis()
-        axis.set(xlabel="decoding speed over the unchanged model's", ylabel=label)
-        axis.margins(0.15)
-        axis.axvline(1, color="grey", linewidth=0.8)
-        axis.grid(visible=True, linewidth=0.3)
-        return figure
+        label, values = self._points()
+        points = [Point(r.recipe, r.speed, v) for r, v in zip(self.rows, values, strict=True)]
+        return scatter(points, "decoding speed over the unchanged model's", label)
 
     def _points(self) -> tuple[str, list[float]]:
         costs = [row.cost for row in self.rows]
@@ -150,30 +127,6 @@ _OF_TEXT: dict[str, Callable[[Evaluated], str]] = {
     "KL": lambda row: f"{_cost(row).divergence:.5f}",
     "top-1": lambda row: f"{_cost(row).agreement:.1%}",
 }
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<meta name="viewport" content="width=device-width"><style>
-body {{ font: 15px/1.5 sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }}
-table {{ border-collapse: collapse }}
-th, td {{ padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #ddd }}
-th:first-child, td:first-child {{ text-align: left }}
-svg {{ max-width: 100%; height: auto }}
-</style></head><body><h1>{title}</h1><p>{what}</p>
-<table><thead><tr>{heads}</tr></thead><tbody>
-{body}
-</tbody></table>
-{picture}
-</body></html>
-"""
-
-
-def _figure_class() -> type[Figure]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InputError("pictures need matplotlib: pip install 'graftwork[plot]'") from error
-    return Figure
 
 
 def _cost(row: Evaluated) -> Cost:
@@ -217,7 +170,7 @@ def evaluate(
     refuses the model, tasks without lm-eval, or a picture without matplotlib.
     """
     if drawn:
-        _figure_class()
+        require_matplotlib()
     chosen = recipes_with(recipes, settings) if recipes or settings else []
     where = as_target(target)
     where.require_device()

@@ -32,11 +32,8 @@ def recipe_panel(recipe: Recipe) -> RenderableType:
         options = ", ".join(f"{k}={v!r}" for k, v in step.pass_.model_dump().items())
         name = step.pass_.name + (" (optional)" if step.optional else "")
         table.add_row(name, step.pass_.contract.value, Text(options))
-    lines = [Text(f"{recipe.name}: {recipe.title}"), Text(f"contract: {recipe.contract}")]
-    lines += [Text(f"paper: {recipe.paper}")] if recipe.paper else []
-    lines += [Text(f"differs: {recipe.differs}")] if recipe.differs else []
-    lines += [Text(f"extends: {recipe.extends}")] if recipe.extends else []
-    lines += [Text(f"needs: {_needs(recipe)}")]
+    lines = [Text(f"{recipe.name}: {recipe.title}")]
+    lines += [Text(f"{name}: {text}") for name, text in recipe.said().items()]
     return Group(*lines, Text(), table)
 
 

@@ -232,8 +232,7 @@ class Decoding:
                 path = path[: len(kept)]
             commits.append(kept)
             paths.append(path)
-            self.stats.draft_tokens += len(draft.tokens)
-            self.stats.accepted_tokens += len(path)
+            self.stats.verified(len(draft.tokens), len(path))
         for text, guide, kept in zip(self.own, self.texts[len(self.own) :], commits, strict=False):
             guide.tokens += kept
             guide.grow(len(kept))

@@ -61,7 +61,7 @@ class ChainedRound(Round):
         past = [0 if text.done else text.rows for text in texts]
         starts = [0 if text.done else text.position for text in texts]
         rooms = [text.limit - len(text.tokens) for text in texts]
-        steps, seconds, drafted, accepted, ended = 0, 0.0, 0, 0, False
+        steps, seconds, ended = 0, 0.0, False
         feeder.log(self.wide - 1)
         while steps < most and not ended:
             memory, call = (buffers[0], wide) if any(chains) else (buffers[1], narrow)
@@ -76,8 +76,7 @@ class ChainedRound(Round):
             for index in live:
                 chain, row = chains[index], said[index]
                 count = agreed(chain, row, vocabulary)
-                drafted += len(chain)
-                accepted += count
+                decoding.stats.verified(len(chain), count)
                 count += 1
                 gained = row[:count]
                 new[index] += gained
@@ -90,5 +89,5 @@ class ChainedRound(Round):
                 chain = chains[index] = drafter.chain(index, room - 1) if room > 1 else []
                 rows[index] = [gained[-1], *chain]
         feeder.seconds += seconds
-        decoding.stats.count(steps, len(live), drafted, accepted)
+        decoding.stats.count(steps, len(live))
         return steps

@@ -68,7 +68,7 @@ class ShallowRound(Round):
         past = [0 if text.done else text.rows for text in texts]
         starts = [0 if text.done else text.position for text in texts]
         rooms = [text.room for text in texts]
-        steps, drafted, accepted, ended = 0, 0, 0, False
+        steps, ended = 0, False
         while steps < most and not ended:
             before = decoding.clock()
             counts = list(map(min, rooms, length.limits(rooms)))
@@ -89,8 +89,7 @@ class ShallowRound(Round):
             for index in live:
                 row = said[index]
                 count = agreed(drafts[index], row, vocabulary)
-                drafted += len(drafts[index])
-                accepted += count
+                decoding.stats.verified(len(drafts[index]), count)
                 count += 1
                 gained = row[:count]
                 tokens[index] = gained
@@ -111,7 +110,7 @@ class ShallowRound(Round):
                 ended = ended or length.rest() >= REST
         feeder.seconds += self.leader.seconds
         self.leader.seconds = 0.0
-        decoding.stats.count(steps, len(live), drafted, accepted)
+        decoding.stats.count(steps, len(live))
         return steps
 
     def _places(self, level: int) -> list[int]:
