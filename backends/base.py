@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
@@ -88,6 +88,16 @@ class StatefulExecutable:
     def compact(self, states: Collection[str], kept: torch.Tensor) -> None:
         """Keep some rows, at the front."""
         self.buffers.commit(states, torch.zeros(len(kept), dtype=torch.int64), kept)
+
+    def take_over(
+        self,
+        states: Collection[str],
+        source: Sequence[int],
+        start: Sequence[int],
+        stop: Sequence[int],
+    ) -> None:
+        """Sequences go on from others."""
+        self.buffers.take_over(states, source, start, stop)
 
     def read_rows(
         self, states: Collection[str], sequence: int, start: int, stop: int

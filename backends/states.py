@@ -6,7 +6,7 @@ here, and neither is how many of them are valid.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from weakref import WeakSet
@@ -259,6 +259,35 @@ class StateBuffers:
             for data in group.of(states):
                 mine = data.select(group.batch_axis, sequence)
                 mine.narrow(axis, start, len(rows)).copy_(mine.index_select(axis, index))
+
+    def take_over(
+        self,
+        states: Collection[str],
+        source: Sequence[int],
+        start: Sequence[int],
+        stop: Sequence[int],
+    ) -> None:
+        """See `Executable.take_over`."""
+        moved = [(b, one) for b, one in enumerate(source) if b != one]
+        with self.queued():
+            for group in self.groups:
+                if group.together or not moved:
+                    continue
+                for data in group.of(states):
+                    # Copies first: what one takes over another may give up.
+                    taken = [self._span(group, data, one, start[b], stop[b]) for b, one in moved]
+                    taken = [rows.clone() for rows in taken]
+                    for (b, _), rows in zip(moved, taken, strict=True):
+                        self._span(group, data, b, start[b], stop[b]).copy_(rows)
+
+    def _span(
+        self, group: _Group, data: torch.Tensor, sequence: int, start: int, stop: int
+    ) -> torch.Tensor:
+        """Rows of a sequence in states of a group, or all of it where rows are not of a text."""
+        mine = data.select(group.batch_axis, sequence)
+        if group.symbol in (None, LOG):
+            return mine
+        return mine.narrow(group.own_row_axis + 1, start, max(stop - start, 0))
 
     def read_rows(
         self, states: Collection[str], sequence: int, start: int, stop: int

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from pydantic import TypeAdapter, ValidationError
 
 from ..ir import Defaults, InputError, ModelInfo
-from ..ir.plan.defaults import NEUTRAL
+from ..ir.plan.defaults import NEUTRAL, OF_BEAMS
 from ..ir.support.files import read_json
 
 ASSETS = (
@@ -62,6 +62,8 @@ def defaults_of(generation: Any) -> Defaults:
         never += [words[0] for words in other.pop("bad_words_ids") or ()]
     said["suppress_tokens"] = tuple(never)
     said["begin_suppress_tokens"] = tuple(said["begin_suppress_tokens"] or ())
+    if other["num_beams"] in (None, 1):
+        other = {name: value for name, value in other.items() if name not in OF_BEAMS}
     wanted = [(n, v) for n, v in other.items() if v is not None and v not in NEUTRAL[n]]
     said["unsupported"] = tuple(f"{name}={_plain(value)!r}" for name, value in wanted)
     try:

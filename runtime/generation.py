@@ -11,11 +11,11 @@ import torch
 
 from ..ir import GraftworkWarning, Program
 from ..ir.execution.analysis import part_of
-from ..ir.execution.executable import Executable
+from ..ir.execution.executable import Executable, Planned
 from ..ir.ops.parallel import agreed_seed
 from ..ir.plan import DecodePlan, Encoded, untrained
 from ..ir.plan.depth import ThresholdDepth
-from .asking.request import Request, read_request
+from .asking.request import Request, filled, read_request
 from .asking.speech import listens, to_hear
 from .cache.conversations import Conversations
 from .loop import decode
@@ -27,6 +27,8 @@ from .stats import Stats
 class Generated:
     """What `generate` returns with ``return_dict_in_generate=True``. sequences: i64[B,S+N].
 
+    sequences_scores, beam_indices: of beams, with ``output_scores``: what each text was chosen by,
+    f32[B], and in which row of `scores` each of its tokens was, i64[B,N], -1 behind its end.
     scores, logits: with ``output_scores`` and ``output_logits``, f32[B,V] for each of the N new
     tokens: what it was chosen by, behind and before processors and filters; 0 for sequences that
     were finished then.
@@ -36,6 +38,8 @@ class Generated:
     stats: Stats
     scores: tuple[torch.Tensor, ...] | None = None
     logits: tuple[torch.Tensor, ...] | None = None
+    sequences_scores: torch.Tensor | None = None
+    beam_indices: torch.Tensor | None = None
 
 
 def forget(executable: Executable, *, learnt: bool = True) -> None:
@@ -76,6 +80,8 @@ def generate(
     asked = _seeded(options, executable.program)
     request = read_request(input_ids, asked, executable.program)
     _remark(executable.program.plan, request)
+    if request.search is not None:
+        executable = Planned(executable, executable.program.plan.undrafted())
     with executable.turn:
         if plan := listens(asked, executable.program):
             heard = _heard(executable, input_ids, plan)
@@ -90,7 +96,13 @@ def generate(
         return sequences
     scores = _steps([text.scores for text in request.own], request.options.output_scores)
     logits = _steps([text.logits for text in request.own], request.options.output_logits)
-    return Generated(sequences, stats, scores, logits)
+    if request.search is None:
+        return Generated(sequences, stats, scores, logits)
+    found = request.search.best
+    stats.new_tokens = sum(len(text.tokens) for text in found)
+    chosen = torch.tensor([text.score for text in found]) if scores else None
+    beams = filled([text.beams for text in found], -1) if scores else None
+    return Generated(sequences, stats, scores, logits, chosen, beams)
 
 
 def _steps(rows: Sequence[Sequence[torch.Tensor]], wanted: bool) -> tuple[torch.Tensor, ...] | None:
@@ -131,6 +143,15 @@ def _remark(plan: DecodePlan, request: Request) -> None:
             GraftworkWarning,
             stacklevel=3,
         )
+    if request.search is not None:
+        if plan.speculates:
+            warnings.warn(
+                f"num_beams={request.options.num_beams}: the target decodes alone, the recipe's "
+                f"draft={plan.draft.brief} has no part in beams",
+                GraftworkWarning,
+                stacklevel=3,
+            )
+        return
     asked = (plan.draft, plan.length, plan.verify) if plan.speculates else ()
     for record in untrained((*asked, plan.depth)):
         warnings.warn(

@@ -56,8 +56,8 @@ def save_prefix(executable: Executable, ids: torch.Tensor, path: Path) -> int:
             f"{program.name} writes from a source, and what the caches hold of a text belongs to "
             "that source: a prefix would serve no other"
         )
-    asked = {"max_new_tokens": 1, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    request = read_request(ids, asked, program)
+    asked = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1}
+    request = read_request(ids, {**asked, "attention_mask": torch.ones_like(ids)}, program)
     with executable.turn:
         decode(executable, request)
         held = Conversations.of(executable).lying[0]

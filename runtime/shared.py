@@ -63,5 +63,5 @@ def asking(pieces: Sequence[list[int]], program: Program) -> Request:
     for row, piece in enumerate(pieces):
         ids[row, width - len(piece) :] = torch.tensor(piece)
         mask[row, width - len(piece) :] = 1
-    asked = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
+    asked = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "pad_token_id": 0}
     return read_request(ids, {**asked, "attention_mask": mask}, program)

@@ -63,7 +63,7 @@ SAMPLED = {"do_sample": True}
 FOUND = {"return_dict_in_generate": True}
 STEPS = "the target and the recipe say how steps run"
 DRAFTS = "the recipe drafts, and changes no text"
-BEAMS = "of beam search alone"
+BEAMS = "of groups of beams alone"
 MODEL = "what the model is, the model says"
 
 CASES = [
@@ -94,6 +94,9 @@ CASES = [
     Case("epsilon_cutoff", DRAWN, 0.05, SAMPLED),
     Case("eta_cutoff", DRAWN, 0.3, SAMPLED),
     Case("num_return_sequences", DRAWN, 3, SAMPLED),
+    Case("num_beams", EQUAL, 4, note="the target decodes alone, without drafts"),
+    Case("length_penalty", EQUAL, -2.0, {"num_beams": 3}),
+    Case("early_stopping", EQUAL, True, {"num_beams": 3, "num_return_sequences": 2}),
     Case("repetition_penalty", EQUAL, 1.5),
     Case("encoder_repetition_penalty", EQUAL, 1.8),
     Case("no_repeat_ngram_size", EQUAL, 2),
@@ -174,15 +177,7 @@ CASES = [
             ("use_mtp", True),
         ]
     ],
-    *[
-        Case(n, SAME, v, note=BEAMS)
-        for n, v in [
-            ("length_penalty", 2.0),
-            ("early_stopping", True),
-            ("num_beam_groups", 2),
-            ("diversity_penalty", 0.5),
-        ]
-    ],
+    Case("diversity_penalty", SAME, 0.5, note=BEAMS),
     *[
         Case(n, SAME, v, note=MODEL)
         for n, v in [
@@ -191,6 +186,7 @@ CASES = [
         ]
     ],
     Case("trust_remote_code", SAME, False, note="remote code never runs"),
+    Case("num_beam_groups", BOTH, 2, {"num_beams": 4}),
     Case("constraints", BOTH, [3]),
     Case("force_words_ids", BOTH, [[3]]),
     Case("penalty_alpha", BOTH, 0.6, {"top_k": 4}),
@@ -198,7 +194,6 @@ CASES = [
     *[
         Case(n, REFUSED, v)
         for n, v in [
-            ("num_beams", 4),
             ("token_healing", True),
             ("output_attentions", True),
             ("output_hidden_states", True),

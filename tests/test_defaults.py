@@ -142,18 +142,19 @@ def test_defaults_of_lengths_give_way() -> None:
 
 
 def test_what_is_not_supported_is_refused_by_name_until_it_is_waived(tmp_path: Path) -> None:
-    source = llama(num_beams=4, no_repeat_ngram_size=2)
+    source = llama(num_beams=4, num_beam_groups=2, no_repeat_ngram_size=2)
     model = gw.optimize(source, target="eager")
     assert "num_beams=4" in str(model.report)
-    with pytest.raises(InputError, match=r"asks for num_beams=4.*give num_beams=1"):
+    with pytest.raises(InputError, match=r"asks for num_beam_groups=2.*give num_beam_groups=1"):
         model.generate(PROMPT)
     # What is no field of its own is obeyed all the same.
-    wanted = source.generate(torch.tensor(PROMPT), num_beams=1, max_new_tokens=30)
-    obeyed = model.generate(PROMPT, num_beams=1, max_new_tokens=30)
-    assert torch.equal(obeyed, wanted)
-    free = {"num_beams": 1, "no_repeat_ngram_size": 0, "max_new_tokens": 30}
+    asked = {"num_beam_groups": 1, "max_new_tokens": 30}
+    wanted = source.generate(torch.tensor(PROMPT), **asked)
+    assert torch.equal(model.generate(PROMPT, **asked), wanted)
+    assert not torch.equal(model.generate(PROMPT, **asked, num_beams=1), wanted)
+    free = {"num_beam_groups": 1, "num_beams": 1, "no_repeat_ngram_size": 0, "max_new_tokens": 30}
     assert not torch.equal(model.generate(PROMPT, **free), wanted)
-    with pytest.raises(UnsupportedError, match=r"num_beams=4, no_repeat_ngram_size=2.*lacks"):
+    with pytest.raises(UnsupportedError, match=r"num_beams=4, num_beam_groups=2, no_rep.*lacks"):
         model.export_genai(tmp_path / "genai")
     assert not (tmp_path / "genai").exists()
 

@@ -54,7 +54,7 @@ def test_without_transformers_the_extra_is_named(command: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("keywords", "said", "unsaid"),
     [
-        ({"num_beams": 2}, "does not support num_beams=2; nearest: num_return_sequences", "x^"),
+        ({"token_healing": True}, "does not support token_healing=True; nearest: a prompt", "x^"),
         ({"inputs": IDS}, "its first argument or as input_ids=, got both", "TypeError"),
         ({"inputs_embeds": IDS}, "does not support inputs_embeds=.*nearest: input_ids", "x^"),
         ({"input_ids": IDS}, "its first argument or as input_ids=, got both", "x^"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,9 @@ from transformers import (
     WatermarkingConfig,
 )
 
+import graftwork as gw
 from graftwork.ir import GraftworkWarning, InputError
+from graftwork.ir.execution.executable import Planned
 from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.runtime import Generated, generate
 from graftwork.runtime.asking.keywords import GenerateOptions
@@ -48,6 +51,9 @@ DRAFT = SuffixDraft(tokens=4, shortest=1)
 ELSEWHERE = {"decoder_input_ids", "decoder_start_token_id", "decoder_attention_mask"}
 ELSEWHERE |= {"input_features", "streamer", "inputs", "input_ids"}
 """Keywords that other tests try: of sources, of speech, and what these tests themselves pass."""
+
+BEAMS = {"num_beams", "length_penalty", "early_stopping"}
+"""Keywords under which texts go on from each other."""
 
 DEAR = {"cache_implementation", "compile_config", "continuous_batching_config", "synced_gpus"}
 DEAR |= {"assistant_early_exit", "use_mtp", "speculation_type", "is_assistant"}
@@ -81,6 +87,13 @@ def executable(model: LlamaForCausalLM, draft: Any) -> TableExecutable:
     made = TableExecutable(rule, program(VOCAB, draft=draft, eos=(END,), pad=0), (1, 5, 16))
     made.memo = MEMO
     return made
+
+
+def cached(model: LlamaForCausalLM, draft: Any) -> Planned:
+    """The model with states, which beams exchange."""
+    made = gw.optimize(model, "baseline", target="eager").executable
+    plan = made.program.plan
+    return Planned(made, plan if draft is None else replace(plan, draft=draft))
 
 
 @cache
@@ -133,7 +146,8 @@ def test_the_text_is_that_of_transformers(model: Any, tokenizer: Any, case: Case
             del theirs[case.name]
         expected = model.generate(ids, **theirs)
         for draft in (None, DRAFT):
-            found = generate(executable(model, draft), ids, **ours)
+            runs = cached(model, draft) if case.name in BEAMS else executable(model, draft)
+            found = generate(runs, ids, **ours)
             assert texts_of(found) == texts_of(expected), draft
             _equal_steps(found, expected)
     silent = {"return_dict_in_generate", "output_scores", "output_logits", "remove_invalid_values"}
@@ -223,7 +237,7 @@ def test_transformers_refuses_it_too(model: Any, case: Case) -> None:
 def test_refusals_name_what_works(model: Any, case: Case) -> None:
     instead = re.escape(INSTEAD[case.name])
     with pytest.raises(InputError, match=rf"does not support {case.name}=.*; nearest: {instead}"):
-        generate(executable(model, None), torch.tensor(PROMPTS), **{case.name: case.value})
+        generate(executable(model, None), torch.tensor(PROMPTS), **case.keywords)
 
 
 def test_no_keyword_is_left_out() -> None:

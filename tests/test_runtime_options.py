@@ -28,7 +28,7 @@ def refuse(match: str, ids: object = IDS, **options: object) -> None:
     ("options", "match"),
     [
         ({"max_new_token": 3}, r"max_new_token=3; nearest: max_new_tokens"),
-        ({"num_beams": 4}, "num_beams=4"),
+        ({"num_beams": 2, "num_return_sequences": 3}, "expected at most num_beams=2"),
         ({"stop_strings": ["x"]}, "stop_strings: table came without a tokenizer.json; give"),
         ({"stop_strings": [""]}, "stop_strings: expected a text, or a list of texts, none"),
         ({"bad_words_ids": [[11]]}, "bad_words_ids: expected a token id below the vocabulary"),

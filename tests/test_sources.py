@@ -197,7 +197,11 @@ BAD_INPUT = {
         },
         "decoder_attention_mask: expected ones",
     ),
-    "beams": ("bart", {"input_ids": torch.ones(1, 3).long(), "num_beams": 4}, "num_beams"),
+    "groups of beams": (
+        "bart",
+        {"input_ids": torch.ones(1, 3).long(), "num_beams": 4, "num_beam_groups": 2},
+        "num_beam_groups=2; nearest: num_beams",
+    ),
     "a language": (
         "whisper",
         {"input_features": torch.randn(1, 8, 60), "language": "en"},

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..ir import Program
 from ..ir.execution.executable import Executable, Planned
-from ..ir.plan import Chain, DecodePlan, FixedLength, Lossless, NoDraft
+from ..ir.plan import DecodePlan
 from ..passes.engine.base import Contract, Effect, all_passes
 from ..runtime.asking.options import BEST
 from ..runtime.generation import Generated, forget, generate
@@ -92,7 +92,7 @@ def _approximate(program: Program) -> list[str]:
 
 def plain_plan(plan: DecodePlan) -> DecodePlan:
     """The plan without drafts and with lossless verification."""
-    return replace(plan, draft=NoDraft(), tree=Chain(), length=FixedLength(), verify=Lossless())
+    return plan.undrafted()
 
 
 def own_text(executable: Executable, prompts: Iterable[Sequence[int]], tokens: int) -> OwnText:

@@ -142,6 +142,17 @@ class Executable(Protocol):
         """Keep some rows: row i becomes row kept[b,i]. kept i64[B,N], ascending. Rows from N on are
         unchanged: a sequence that keeps all its rows gives 0..N-1."""
 
+    def take_over(
+        self,
+        states: Collection[str],
+        source: Sequence[int],
+        start: Sequence[int],
+        stop: Sequence[int],
+    ) -> None:
+        """Each sequence b goes on from sequence source[b], as that was before the call: it takes
+        over rows start[b]..stop[b] of these states, and all of states without rows of a text
+        (recurrences). A sequence that is its own source stays as it is."""
+
     def read_rows(
         self, states: Collection[str], sequence: int, start: int, stop: int
     ) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .cache import CacheRecord, KeepAll
 from .depth import DepthRecord, FullDepth
@@ -32,6 +32,10 @@ class DecodePlan:
     def speculates(self) -> bool:
         """Whether anything drafts."""
         return self.draft != NoDraft()
+
+    def undrafted(self) -> DecodePlan:
+        """The plan without drafts and with lossless verification: the target alone."""
+        return replace(self, draft=NoDraft(), tree=Chain(), length=FixedLength(), verify=Lossless())
 
     @property
     def most(self) -> int:

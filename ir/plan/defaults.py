@@ -10,6 +10,10 @@ from ..support.fields import check_fields
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "num_beams": (1,),
+    "length_penalty": (1.0,),
+    "early_stopping": (False,),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0.0,),
     "num_return_sequences": (1,),
     "min_length": (0,),
     "typical_p": (1.0,),
@@ -44,8 +48,6 @@ others; exports refuse all."""
 
 WITHOUT_EFFECT = frozenset(
     {
-        # Of beam search alone, which `num_beams` asks for.
-        *("length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty"),
         *("low_memory", "renormalize_logits"),
         # Of drafts, which change no text.
         *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule"),
@@ -62,6 +64,9 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 """The rest of transformers' generation settings: they leave the text of a checkpoint as it is."""
+
+OF_BEAMS = ("length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty")
+"""Settings that only beam search looks at, which `num_beams` asks for."""
 
 
 @dataclass(frozen=True)

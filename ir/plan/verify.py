@@ -20,7 +20,7 @@ class VerifyRecord(Record):
     """Base of verification records.
 
     siblings: it differs from `Lossless` only on siblings that were sampled independently of each
-    other.
+    other. lone: whether without a draft it keeps what the target itself chooses.
     """
 
     slot: ClassVar[str] = "verify"
@@ -28,6 +28,7 @@ class VerifyRecord(Record):
     contract: ClassVar[Contract] = Contract.APPROXIMATE
     requires: ClassVar[frozenset[str]] = frozenset({"drafts"})
     siblings: ClassVar[bool] = False
+    lone: ClassVar[bool] = True
 
 
 @record
@@ -100,6 +101,7 @@ class Contrastive(VerifyRecord):
     beta: Amount = 0.5
     plausible: Share = 0.1
     kind: ClassVar[str] = "contrastive"
+    lone: ClassVar[bool] = False
     requires: ClassVar[frozenset[str]] = frozenset({"drafts", "sampled trees"})
 
     def into(self, plan: DecodePlan) -> DecodePlan:

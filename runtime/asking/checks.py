@@ -35,6 +35,14 @@ def expected(what: str, name: str, value: object) -> InputError:
     return InputError(f"{name}: expected {what}, got {value!r}")
 
 
+def bad_logits() -> InputError:
+    """The error for logits that no token can be chosen by."""
+    return InputError(
+        "the model's logits hold NaN or are all -inf: expected finite numbers; check the weights, "
+        "or use a wider dtype (float16 overflows in some models: try bfloat16 or float32)"
+    )
+
+
 def integer(low: int, high: int | None = None) -> Callable[[str, Any, ModelInfo], int]:
     what = f"an integer of at least {low}" if high is None else f"an integer in {low}..{high}"
 
@@ -134,6 +142,12 @@ def biases(name: str, value: Any, info: ModelInfo) -> Biases:
             raise expected(what, name, value)
     sequences = stop(name, [ids for ids, _ in pairs], info)
     return tuple(zip(sequences, (float(bias) for _, bias in pairs), strict=True))
+
+
+def early(name: str, value: Any, info: ModelInfo) -> bool | str:
+    if not isinstance(value, bool) and value != "never":
+        raise expected("True, False or 'never'", name, value)
+    return value  # type: ignore[no-any-return]
 
 
 def decay(name: str, value: Any, info: ModelInfo) -> tuple[int, float]:

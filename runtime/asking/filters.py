@@ -27,23 +27,27 @@ def keep_top_k(scores: torch.Tensor, count: int) -> torch.Tensor:
     return scores.masked_fill(scores < bound, NOTHING)
 
 
-def keep_top_p(scores: torch.Tensor, mass: float) -> torch.Tensor:
+def keep_top_p(scores: torch.Tensor, mass: float, least: int = 1) -> torch.Tensor:
     """Scores [R,V] with the least likely tokens, together at most 1 - mass, at -inf.
 
-    The most likely token always stays. Source: Holtzman et al., "The Curious Case of Neural Text
-    Degeneration" (2020).
+    The `least` most likely tokens always stay. Source: Holtzman et al., "The Curious Case of Neural
+    Text Degeneration" (2020).
     """
     ascending, order = scores.sort(dim=-1)
     below = ascending.softmax(-1).cumsum(-1)
     dropped = below <= 1 - mass
-    dropped[:, -1] = False
+    dropped[:, -least:] = False
     return scores.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), NOTHING)
 
 
-def keep_min_p(scores: torch.Tensor, share: float) -> torch.Tensor:
+def keep_min_p(scores: torch.Tensor, share: float, least: int = 1) -> torch.Tensor:
     """Scores [R,V] with tokens less likely than `share` of the row's likeliest at -inf.
 
-    Source: Nguyen et al., "Turning Up the Heat: Min-p Sampling" (2024).
+    The `least` most likely tokens always stay. Source: Nguyen et al., "Turning Up the Heat: Min-p
+    Sampling" (2024).
     """
     chances = scores.softmax(-1)
-    return scores.masked_fill(chances < share * chances.amax(-1, keepdim=True), NOTHING)
+    dropped = chances < share * chances.amax(-1, keepdim=True)
+    if least > 1:
+        dropped = dropped.scatter(-1, scores.topk(least).indices, value=False)
+    return scores.masked_fill(dropped, NOTHING)

@@ -30,7 +30,7 @@ def guides_for(texts: Sequence[Text], options: GenerationOptions, info: ModelInf
         if given is not None or mask is not None:
             raise InputError(f"{NAME} has no effect: give guidance_scale, other than 1")
         return []
-    prompts = len(texts) // options.num_return_sequences
+    prompts = len(texts) // options.copies
     rows = [text.tokens[-1:] for text in texts]
     if given is not None:
         if given.dtype != torch.int64 or given.dim() != 2 or len(given) != prompts:
@@ -43,7 +43,7 @@ def guides_for(texts: Sequence[Text], options: GenerationOptions, info: ModelInf
             raise InputError(
                 f"{MASK}: expected the shape of {NAME} {list(given.shape)}, got {list(kept.shape)}"
             )
-        each = range(options.num_return_sequences)
+        each = range(options.copies)
         rows = [
             row[own].tolist()
             for row, own in zip(given.cpu(), kept.cpu() != 0, strict=True)

@@ -36,7 +36,7 @@ def read_pictures(
     where rows have places of their own. Errors: `InputError` for what is no such rows or patches,
     for a model or a recipe that reads no pictures.
     """
-    plan, times = program.plan.source, options.num_return_sequences
+    plan, times = program.plan.source, options.copies
     if options.image_embeds is None:
         if options.image_grid_thw is not None:
             raise InputError(f"{GRIDS}: there are no pictures; {GIVEN} has their rows")

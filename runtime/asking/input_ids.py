@@ -12,7 +12,7 @@ from .text import Text
 def read_prompts(
     input_ids: torch.Tensor, options: GenerationOptions, info: ModelInfo
 ) -> list[Text]:
-    """`num_return_sequences` texts a prompt, left padding removed; nothing has run yet.
+    """`options.copies` texts a prompt, left padding removed; nothing has run yet.
 
     input_ids: i64[B,S] on any device. Padding is what `attention_mask` [B,S] marks with 0, or,
     without a mask, leading pad tokens (when the pad token does not also end sequences), as in
@@ -27,7 +27,7 @@ def read_prompts(
         check_row(f"input_ids: sequence {index}", row, info.vocab_size)
     longest = max(len(row) for row in rows)
     count = options.new_tokens(input_ids.shape[1], longest, info)
-    each = range(options.num_return_sequences)
+    each = range(options.copies)
     return [Text(list(row), len(row), len(row) + count) for row in rows for _ in each]
 
 

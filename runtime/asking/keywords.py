@@ -37,6 +37,9 @@ class GenerateOptions(TypedDict, total=False):
     epsilon_cutoff: float | None
     eta_cutoff: float | None
     num_return_sequences: int | None
+    num_beams: int | None
+    length_penalty: float | None
+    early_stopping: bool | str | None
     generator: torch.Generator | None
     seed: int | None
     repetition_penalty: float | None

@@ -21,6 +21,9 @@ from .other_keywords import FACTS, INSTEAD, refuse
 MOST_SEED = 2**64 - 1
 """The largest that torch takes."""
 
+MOST_BEAMS = 1024
+"""Texts that a prompt may be continued by at once."""
+
 DEFAULT_NEW_TOKENS = 20
 """What transformers generates when no length is given."""
 
@@ -41,6 +44,7 @@ RESHAPING = (
     *("encoder_repetition_penalty", "bad_words_ids", "sequence_bias", "remove_invalid_values"),
     *("exponential_decay_length_penalty", "watermarking_config", "logits_processor"),
     *("prefix_allowed_tokens_fn", "renormalize_logits", "json_schema", "regex", "grammar"),
+    "num_beams",
 )
 """Options under which even a greedy choice needs processed logits instead of their argmax."""
 
@@ -74,6 +78,12 @@ class GenerationOptions:
     other. generator or seed: where random numbers come from (default: torch's global generator); a
     seed repeats its text as long as the drafts are the same, and some drafters learn from call to
     call (recycling, goodput).
+
+    Beams. num_beams: texts of each prompt that are decoded side by side, for the likeliest whole
+    one; num_return_sequences: of these, best first. length_penalty: power of the length that a
+    text's score is divided by. early_stopping: end when so many texts have ended (True), when no
+    other is likely to be better (False), or when none can be ("never"). With do_sample the
+    candidates are drawn. A recipe's drafts have no part in it.
 
     Scores; all of it is applied to every node of a draft, so drafts change no text.
     repetition_penalty > 0 divides positive and multiplies negative logits of tokens seen so far;
@@ -111,7 +121,8 @@ class GenerationOptions:
     each picture, patches in time, height and width, for models in which rows have such places.
 
     Results. return_dict_in_generate: return `.sequences` and `.stats`; with output_scores and
-    output_logits also `.scores` and `.logits`. streamer: `put` and `end`.
+    output_logits also `.scores` and `.logits`, of beams `.sequences_scores` and `.beam_indices`.
+    streamer: `put` and `end`.
 
     generation_config (transformers' object, or a mapping) is not held: its values count as
     keywords of the call, which overrule them. given: the options that the call itself gave; the
@@ -152,6 +163,9 @@ class GenerationOptions:
     image_grid_thw: Annotated[torch.Tensor | None, checks.mask] = None
     min_length: Annotated[int, checks.integer(0)] = 0
     max_time: Annotated[float | None, checks.number(0.0, math.inf)] = None
+    num_beams: Annotated[int, checks.integer(1, MOST_BEAMS)] = 1
+    length_penalty: Annotated[float, checks.number(-100.0, 100.0)] = 1.0
+    early_stopping: Annotated[bool | str, checks.early] = False
     top_h: Annotated[float | None, checks.number(0.0, 1.0, open_low=True)] = None
     typical_p: Annotated[float, checks.number(0.0, 1.0, open_low=True)] = 1.0
     epsilon_cutoff: Annotated[float, checks.number(0.0, 1.0)] = 0.0
@@ -194,8 +208,18 @@ class GenerationOptions:
     @property
     def warps_whole(self) -> bool:
         """Whether temperature and filters are processors of whole rows: some have to be."""
-        late = any(map(self.asks, WHOLE)) or (self.return_dict_in_generate and self.output_scores)
-        return self.do_sample and late
+        late = self.beams or any(map(self.asks, WHOLE))
+        return self.do_sample and (late or (self.return_dict_in_generate and self.output_scores))
+
+    @property
+    def beams(self) -> bool:
+        """Whether texts are searched for, several of a prompt at once."""
+        return self.num_beams > 1
+
+    @property
+    def copies(self) -> int:
+        """Texts that each prompt is continued by."""
+        return self.num_beams if self.beams else self.num_return_sequences
 
     def least(self, length: int, width: int) -> int:
         """Tokens that a text must have before an end may follow. length: of its prompt; width: of
@@ -292,6 +316,9 @@ SAMPLING |= {"top_h": (None,), "typical_p": (1.0,), "epsilon_cutoff": (0.0,), "e
 SAMPLING["num_return_sequences"] = (1,)
 """Options that only sampling looks at, and the values at which they do nothing."""
 
+SEARCHING: dict[str, tuple[object, ...]] = {"length_penalty": (1.0,), "early_stopping": (False,)}
+"""The same of beam search."""
+
 
 def read_options(keywords: Mapping[str, Any], info: ModelInfo) -> GenerationOptions:
     """Validate keywords, and the checkpoint's defaults for what they leave open.
@@ -302,7 +329,7 @@ def read_options(keywords: Mapping[str, Any], info: ModelInfo) -> GenerationOpti
     known: dict[str, Any] = {}
     for name, value in keywords.items():
         if name not in SUPPORTED:
-            refuse(name, value, SUPPORTED)
+            refuse(name, value, SUPPORTED, beams=keywords.get("num_beams") not in (None, 1))
         elif value is not None or name in ("top_k", "eos_token_id"):
             known[name] = CHECKS[name](name, value, info)
     given = frozenset(known)
@@ -327,8 +354,13 @@ def _defaults(
                 f"give {name}={BEST[name]!r} to generate without{instead}"
             )
     said = {n: v for n, v in info.defaults.supported.items() if n not in given} | others
-    if not {**said, **given}.get("do_sample"):
-        said = {name: value for name, value in said.items() if name not in SAMPLING}
+    both = {**said, **given}
+    searched = both.get("num_beams") not in (None, 1)
+    if not both.get("do_sample"):
+        kept = {"num_return_sequences"} if searched else set()
+        said = {name: v for name, v in said.items() if name not in SAMPLING or name in kept}
+    if not searched:
+        said = {name: value for name, value in said.items() if name not in SEARCHING}
     if "max_new_tokens" in {**said, **given} and "max_length" not in given:
         said.pop("max_length", None)
     if "max_length" in given:
@@ -384,12 +416,17 @@ def _refuse_contradictions(given: frozenset[str], known: Mapping[str, Any]) -> N
     for one, other in ALTERNATIVES:
         if one in given and other in given:
             raise InputError(f"both {one} and {other} are given; give one")
-    if known.get("do_sample"):
-        return
-    for name, neutral in SAMPLING.items():
-        if name not in given or known[name] in neutral:
+    beams = known.get("num_beams", 1) > 1
+    idle = {} if known.get("do_sample") else dict.fromkeys(SAMPLING, "do_sample=True")
+    if beams:
+        idle.pop("num_return_sequences", None)
+    else:
+        idle |= dict.fromkeys(SEARCHING, "num_beams")
+    for name, cure in idle.items():
+        if name not in given or known[name] in {**SAMPLING, **SEARCHING}[name]:
             continue
-        message = f"{name}={known[name]} has no effect on greedy decoding; add do_sample=True"
+        what = "without beams" if name in SEARCHING else "on greedy decoding"
+        message = f"{name}={known[name]} has no effect {what}; add {cure}"
         if name == "num_return_sequences":  # all would be alike: transformers refuses that, too
             raise InputError(message)
         warnings.warn(message, GraftworkWarning, stacklevel=4)

@@ -10,15 +10,14 @@ from collections.abc import Sequence
 import torch
 
 from ...ir import GraftworkWarning, InputError, TensorType
-from ...ir.plan.defaults import NEUTRAL, WITHOUT_EFFECT
+from ...ir.plan.defaults import NEUTRAL, OF_BEAMS, WITHOUT_EFFECT
+
+GROUPS = "num_beam_groups"
+"""What asks for something only beside `num_beams`."""
 
 IDLE: dict[str, tuple[object, ...]] = {
     **NEUTRAL,
     "use_cache": (True,),
-    "length_penalty": (1.0,),
-    "early_stopping": (False,),
-    "num_beam_groups": (1,),
-    "diversity_penalty": (0.0,),
     "synced_gpus": (False,),
     "output_attentions": (False,),
     "output_hidden_states": (False,),
@@ -31,9 +30,15 @@ FACTS = frozenset({"transformers_version", "_from_model_config", "bos_token_id"}
 """Keywords that ask for nothing whatever they say: a generation config has them of itself."""
 
 STEPS = WITHOUT_EFFECT - FACTS - {"output_attentions", "output_hidden_states"}
-STEPS |= {"synced_gpus", "logits_to_keep", "cache_implementation", "assistant_ensemble_weight"}
+STEPS |= {
+    *OF_BEAMS,
+    "synced_gpus",
+    "logits_to_keep",
+    "cache_implementation",
+    "assistant_ensemble_weight",
+}
 """Keywords that leave transformers' text as it is: of how it runs steps and drafts, which the
-target and the recipe decide here, and of beam search, where there is none."""
+target and the recipe decide here, and of groups of beams, where there are no beams."""
 
 INSTEAD = {
     "inputs": "input_ids, the first argument",
@@ -47,7 +52,7 @@ INSTEAD = {
     "(transformers' get_image_features)",
     "past_key_values": "the whole text as input_ids: what earlier calls have run is not run again",
     "token_healing": "a prompt that ends with a whole word",
-    "num_beams": "num_return_sequences with do_sample=True",
+    GROUPS: "num_beams with do_sample=True, whose candidates are drawn",
     "penalty_alpha": "the recipe speculative_contrastive, which contrasts with a weak model",
     "dola_layers": "logits_processor",
     "constraints": "regex, grammar or json_schema",
@@ -59,15 +64,16 @@ INSTEAD = {
 }
 
 
-def refuse(name: str, value: object, supported: Sequence[str]) -> None:
+def refuse(name: str, value: object, supported: Sequence[str], *, beams: bool = False) -> None:
     """Take a keyword that is no option: without a word if it asks for nothing, with a warning if it
-    changes no text. Errors: `InputError` for all others."""
+    changes no text. beams: whether the call searches by several texts. Errors: `InputError` for all
+    others."""
     plain = isinstance(value, bool | int | float | str)
     if value is None or name in FACTS or (plain and value in IDLE.get(name, ())):
         return
     shown = TensorType.of(value) if isinstance(value, torch.Tensor) else repr(value)
     shown = shown if "\n" not in str(shown) else type(value).__name__
-    if name in STEPS and value != "quantized":
+    if name in STEPS and value != "quantized" and not (beams and name == GROUPS):
         warnings.warn(
             f"{name}={shown} changes no text, and nothing here: how steps run is decided by the "
             f"target and the recipe",

@@ -30,9 +30,10 @@ Processor: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class Subject(NamedTuple):
     """What the processors of a text may depend on.
 
-    place: in the call. prompt: its tokens, without padding. source: what the model reads first, or
-    the prompt. width: of the prompts with padding. eos: ids that end a text. vocabulary: of scores.
-    grammar: what the text has to fit.
+    place: in the call; of beams, that of the prompt. prompt: its tokens, without padding. source:
+    what the model reads first, or the prompt. width: of the prompts with padding. eos: ids that end
+    a text. vocabulary: of scores. grammar: what the text has to fit. limit: the text's length when
+    it is full.
     """
 
     place: int
@@ -42,6 +43,7 @@ class Subject(NamedTuple):
     eos: Sequence[int]
     vocabulary: int
     grammar: Processor | None = None
+    limit: int = 0
 
 
 class Rule(NamedTuple):
@@ -123,6 +125,12 @@ def _rules(o: GenerationOptions, s: Subject) -> Iterator[Rule]:
     if o.prefix_allowed_tokens_fn is not None:
         own = partial(_allowed, o.prefix_allowed_tokens_fn, s.place)
         yield Rule("prefix_allowed_tokens_fn", "PrefixConstrainedLogitsProcessor", own)
+    if o.beams and o.forced_bos_token_id is not None:
+        made = (o.forced_bos_token_id,)
+        yield Rule("forced_bos_token_id", "ForcedBOSTokenLogitsProcessor", made)
+    if o.beams and o.forced_eos_token_id is not None:
+        made = s.limit, o.forced_eos_token_id, "cpu"
+        yield Rule("forced_eos_token_id", "ForcedEOSTokenLogitsProcessor", made)
     if o.remove_invalid_values:
         yield Rule("remove_invalid_values", "InfNanRemoveLogitsProcessor", ())
     if o.exponential_decay_length_penalty is not None and s.eos:
@@ -141,7 +149,7 @@ def _last_rules(o: GenerationOptions, s: Subject) -> Iterator[Rule]:
     """What comes after the call's own processors."""
     own: Processor
     if o.warps_whole:
-        yield from _warpers(o)
+        yield from _warpers(o, max(2, 1 + len(s.eos)) if o.beams else 1)
     if o.watermarking_config is not None:
         config = o.watermarking_config
         if isinstance(config, dict):
@@ -154,8 +162,9 @@ def _last_rules(o: GenerationOptions, s: Subject) -> Iterator[Rule]:
         yield Rule("renormalize_logits", "LogitNormalization", own)
 
 
-def _warpers(o: GenerationOptions) -> Iterator[Rule]:
-    """Temperature and filters on whole rows."""
+def _warpers(o: GenerationOptions, least: int) -> Iterator[Rule]:
+    """Temperature and filters on whole rows. least: tokens that each filter leaves at least, which
+    are more for beams: not all of them may have to end."""
     own: Processor
     if o.asks("temperature"):
         own = partial(_on_scores, lambda scores: scores / o.temperature)
@@ -163,20 +172,20 @@ def _warpers(o: GenerationOptions) -> Iterator[Rule]:
     if o.top_h is not None:
         yield Rule("top_h", "TopHLogitsWarper", (o.top_h,))
     if top := o.top_k:
-        own = partial(_on_scores, lambda scores: keep_top_k(scores, top))
+        own = partial(_on_scores, lambda scores: keep_top_k(scores, max(top, least)))
         yield Rule("top_k", "TopKLogitsWarper", own)
     if o.top_p < 1.0:
-        own = partial(_on_scores, lambda scores: keep_top_p(scores, o.top_p))
+        own = partial(_on_scores, lambda scores: keep_top_p(scores, o.top_p, least))
         yield Rule("top_p", "TopPLogitsWarper", own)
     if o.min_p > 0.0:
-        own = partial(_on_scores, lambda scores: keep_min_p(scores, o.min_p))
+        own = partial(_on_scores, lambda scores: keep_min_p(scores, o.min_p, least))
         yield Rule("min_p", "MinPLogitsWarper", own)
     if o.typical_p < 1.0:
-        yield Rule("typical_p", "TypicalLogitsWarper", (o.typical_p,))
+        yield Rule("typical_p", "TypicalLogitsWarper", (o.typical_p, NOTHING, least))
     if 0.0 < o.epsilon_cutoff < 1.0:
-        yield Rule("epsilon_cutoff", "EpsilonLogitsWarper", (o.epsilon_cutoff,))
+        yield Rule("epsilon_cutoff", "EpsilonLogitsWarper", (o.epsilon_cutoff, NOTHING, least))
     if 0.0 < o.eta_cutoff < 1.0:
-        yield Rule("eta_cutoff", "EtaLogitsWarper", (o.eta_cutoff,))
+        yield Rule("eta_cutoff", "EtaLogitsWarper", (o.eta_cutoff, NOTHING, least))
 
 
 def _on_scores(

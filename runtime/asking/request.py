@@ -11,6 +11,7 @@ import torch
 from ...ir import InputError, ModelInfo, Program
 from ...ir.plan import Encoded
 from ...ir.support.tokenizer import read_tokenizer
+from .beams import Search, check_beams
 from .grammar import grammar_asked, grammars_for
 from .guides import guides_for
 from .image_embeds import PlacedRows, read_pictures
@@ -48,7 +49,8 @@ class Request:
     the sequences without padding, with their limits, and behind them their guides, if they have
     any. stopping: what ends one. pad: the token that
     fills finished ones. sources: what the texts are written from, where the model reads that first.
-    pictures: of each text, where some have any."""
+    pictures: of each text, where some have any. search: what chooses the texts' tokens and ends
+    them, if the call asks for beams."""
 
     prompts: torch.Tensor
     texts: Sequence[Text]
@@ -57,10 +59,11 @@ class Request:
     pad: int
     sources: Sources | None = None
     pictures: Sequence[PlacedRows] = ()
+    search: Search | None = None
 
     @property
     def own(self) -> Sequence[Text]:
-        """The texts that are returned."""
+        """The texts that are continued."""
         return self.texts[: len(self.prompts)]
 
     def emitter(self) -> Emitter | None:
@@ -70,11 +73,20 @@ class Request:
 
     def sequences(self) -> torch.Tensor:
         """i64[B,S+N]: prompts with their padding, new tokens, padding to the longest."""
-        longest = max(text.generated for text in self.own)
-        new = torch.full((len(self.own), longest), self.pad, dtype=torch.int64)
-        for index, text in enumerate(self.own):
-            new[index, : text.generated] = torch.tensor(text.tokens[text.prompt :])
-        return torch.cat([self.prompts, new], dim=1)
+        prompts, found = self.prompts, [text.tokens[text.prompt :] for text in self.own]
+        if self.search is not None:
+            found = [text.tokens for text in self.search.best]
+            places = torch.arange(0, len(prompts), self.options.num_beams)
+            prompts = prompts[places.repeat_interleave(self.options.num_return_sequences)]
+        return torch.cat([prompts, filled(found, self.pad)], dim=1)
+
+
+def filled(rows: Sequence[Sequence[int]], value: int) -> torch.Tensor:
+    """i64[R,N]: rows, with `value` behind those that are shorter than the longest."""
+    whole = torch.full((len(rows), max(map(len, rows))), value, dtype=torch.int64)
+    for index, row in enumerate(rows):
+        whole[index, : len(row)] = torch.tensor(row, dtype=torch.int64)
+    return whole
 
 
 def read_request(
@@ -89,6 +101,8 @@ def read_request(
     if program.plan.cache.endless:  # positions stay in the caches, so texts may leave the context
         info = replace(info, context=ENDLESS)
     options = read_options(keywords, info)
+    if options.beams:
+        check_beams(options, program.plan)
     sources = None
     if program.plan.source.encoder is not None:
         if options.position_ids is not None:
@@ -96,7 +110,7 @@ def read_request(
         sources = read_sources(input_ids, options.attention_mask, program)
         input_ids = _beginnings(options, len(sources.tokens), program, heard)
         options = replace(options, attention_mask=torch.ones_like(input_ids))
-        sources = sources.repeated(options.num_return_sequences)
+        sources = sources.repeated(options.copies)
     else:
         for name in OF_SOURCES:
             if getattr(options, name) is not None:
@@ -117,7 +131,8 @@ def read_request(
         raise InputError(f"{asked[0]}: {program.name} reads a source that has no tokens of its own")
     tokenizer = _tokenizer(options, program)
     _process(texts, options, info, input_ids.shape[1], tokenizer)
-    _force_first(texts, options)
+    if not options.beams:  # of beams the token counts as one that was chosen
+        _force_first(texts, options)
     guides = guides_for(texts, options, info)
     if guides and (sources is not None or any(picture.rows.numel() for picture in pictures)):
         raise InputError("guidance_scale: expected prompts that are texts alone, without a source")
@@ -128,9 +143,10 @@ def read_request(
             "sequences of this batch may end at different lengths, and neither pad_token_id nor an "
             "end token is known: give pad_token_id"
         )
-    prompts = input_ids.cpu().repeat_interleave(options.num_return_sequences, 0)
+    prompts = input_ids.cpu().repeat_interleave(options.copies, 0)
     pad = 0 if pad is None else pad
-    return Request(prompts, [*texts, *guides], options, stopping, pad, sources, pictures)
+    search = Search(texts, options, stopping) if options.beams else None
+    return Request(prompts, [*texts, *guides], options, stopping, pad, sources, pictures, search)
 
 
 def _process(
@@ -145,10 +161,12 @@ def _process(
     prompts = [len(text.tokens) for text in texts]
     grammars = grammars_for(options, prompts, tokenizer, eos, info.vocab_size)
     own = bool(grammars) or any(map(options.asks, OWN))
+    beams = options.num_beams
     for index, text in enumerate(texts):
         text.grammar = grammars[index] if grammars else None
         source = text.source or text.tokens
-        subject = Subject(index, text.tokens, source, width, eos, info.vocab_size, text.grammar)
+        facts = width, eos, info.vocab_size, text.grammar, text.limit
+        subject = Subject(index // beams, text.tokens, source, *facts)
         key = index if own else prompts[index]
         if key not in made:
             made[key] = processors_for(options, subject)

@@ -55,6 +55,7 @@ def to_hear(plan: Encoded, batch: int, vocabulary: int) -> dict[str, Any]:
         "decoder_input_ids": torch.tensor([plan.start] * batch),
         "max_new_tokens": 1,
         "do_sample": False,
+        "num_beams": 1,
         "suppress_tokens": [token for token in range(vocabulary) if token not in known],
         "begin_suppress_tokens": (),
         "eos_token_id": [],

@@ -56,11 +56,16 @@ class Stopping:
         for token in new:
             text.tokens.append(token)
             count += 1
-            if token in self.eos or len(text.tokens) >= text.limit or self._says_stop(text):
+            if self.ends(text):
                 text.done = True
                 break
         text.grow(count)
         return new[:count]
+
+    def ends(self, text: Text) -> bool:
+        """Whether a text ends with its last token."""
+        full = len(text.tokens) >= text.limit
+        return full or text.tokens[-1] in self.eos or self._says_stop(text)
 
     def _says_stop(self, text: Text) -> bool:
         if self.simple:

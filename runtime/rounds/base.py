@@ -13,9 +13,12 @@ import torch
 from ...ir import InputError, Program
 from ...ir.execution.executable import Executable
 from ...ir.plan import Pictures
+from ..asking.options import GenerationOptions
 from ..asking.request import Request
+from ..asking.stopping import Stopping
 from ..cache.base import CACHES
 from ..cache.conversations import Conversations, Start, memo_of
+from ..cache.taking_over import take_over
 from ..depth.base import DEPTHS
 from ..feeding.draft import NO_DRAFT, Draft, UnverifiedStep, VerifiedStep
 from ..feeding.encode import encode, place
@@ -26,7 +29,7 @@ from ..speculate.drafters.grown import drafter_for
 from ..speculate.lengths.base import LENGTHS
 from ..speculate.sampling import StepToVerify
 from ..speculate.setting import Setting
-from ..speculate.verifiers.base import GREEDY, SAMPLING, VERIFIERS, Verdict
+from ..speculate.verifiers.base import BEAMS, GREEDY, SAMPLING, VERIFIERS, Verdict
 from ..stats import Stats
 
 T = TypeVar("T")
@@ -65,9 +68,12 @@ class Decoding:
         self.ahead = Feeder(executable, batch, ahead) if ahead else None
         setting = Setting(executable, options, self.length, self.feeder, self.texts)
         self.drafter = drafter_for(plan.draft, setting)
-        trait = SAMPLING if options.do_sample else GREEDY
+        trait = BEAMS if options.beams else SAMPLING if options.do_sample else GREEDY
         verifier = VERIFIERS.find(plan.verify, trait)
         self.verifier = verifier(plan.verify, program, options, batch)
+        self.verifier.begin(request)
+        if options.beams:  # the search ends them
+            self.stopping = Stopping(GenerationOptions(eos_token_id=()), program.info)
         wanted = (*self.verifier.fetch, *self.drafter.wants, *self.length.wants)
         self.fetch = tuple(dict.fromkeys(wanted))
         parts: tuple[Resumes, ...] = (self.drafter, self.depth)
@@ -82,7 +88,9 @@ class Decoding:
         self.sources, self.pictures = request.sources, request.pictures
         holds = bool(program.states) and self.sources is None and not self.pictures
         self.kept = Conversations.of(executable) if holds else None
-        self.retired: set[int] = set()
+        # Of beams only the best is worth being gone on from.
+        beside = range(batch if options.beams else 0)
+        self.retired = {index for index in beside if index % options.num_beams}
 
     @property
     def live(self) -> list[int]:
@@ -212,11 +220,21 @@ class Decoding:
         if any(draft.parents is not None for draft in drafts):
             past = [0 if text.done else text.rows for text in self.texts]
             self.feeder.keep(past, [verdict.path for verdict in self.paired(verdicts)])
+        if (parents := self.verifier.parents) is not None:
+            self._take_over(parents)
         commits, paths = self._commit(verdicts, drafts)
         step = VerifiedStep(drafts, paths, commits, columns, outputs)
         self.drafter.observe(step)
         self.emit(commits)
         return step
+
+    def _take_over(self, parents: Sequence[int]) -> None:
+        """Texts, and their guides, go on from others."""
+        count = len(parents)
+        guides = [count + parent for parent in parents[: len(self.texts) - count]]
+        source, feeder = [*parents, *guides], self.feeder
+        take_over(feeder.executable, self.cache, self.texts, source)
+        feeder.folded = [feeder.folded[one] for one in source]
 
     def _commit(
         self, verdicts: Sequence[Verdict], drafts: Sequence[Draft]

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from ..asking.checks import bad_logits
 from ..asking.text import Text
 from ..feeding.draft import Draft, UnverifiedStep, VerifiedStep
 from ..feeding.gather import piece
 from ..feeding.outputs import Outputs
 from ..speculate.drafters.base import Drafter
-from ..speculate.sampling import bad_logits
 from .base import Decoding, Round
 
 FETCH = ("argmax",)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..asking.checks import bad_logits
 from ..depth.base import StepFeed
-from ..speculate.sampling import bad_logits
 from .base import Decoding
 from .general import GeneralRound
 from .plain import FETCH, one_by_one

@@ -125,8 +125,11 @@ class Engine:
     def read(self, ids: list[int], options: Mapping[str, Any]) -> Request:
         """What is asked for, checked. options: of `generate`. Errors: `InputError`."""
         prompt = torch.tensor([ids], dtype=torch.int64)
-        keywords = {"attention_mask": torch.ones_like(prompt), **options}  # there is no padding
+        # There is no padding, and a checkpoint that asks for beams gets none here.
+        keywords = {"attention_mask": torch.ones_like(prompt), "num_beams": 1, **options}
         request = read_request(prompt, keywords, self.program)
+        if request.options.beams:
+            raise InputError("num_beams: a request here is one text; give num_beams=1")
         (text,) = request.texts
         if text.limit > self.context:
             raise InputError(

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...ir import InputError
+from ..asking.checks import bad_logits
 from ..asking.filters import keep_min_p, keep_top_k, keep_top_p
 from ..asking.guides import guided
 from ..asking.options import GenerationOptions
@@ -147,6 +147,7 @@ class Scorer:
 
     A row belongs to a sequence and the draft node after which it speaks, -1 for the root; its text
     is the sequence's with the node's path. records: whether the call wants scores or logits.
+    hopeless: sequences that will not be kept, whatever comes.
     best_only: whether nothing but the best token after each row is ever kept. dead: (sequence,
     node) of the last step that must not be kept, whatever a verifier thinks of it.
     """
@@ -158,6 +159,7 @@ class Scorer:
         self.records = options.records
         self.ids: dict[int, torch.Tensor] = {}
         self.dead: frozenset[tuple[int, int]] = frozenset()
+        self.hopeless: frozenset[int] = frozenset()
 
     def rows(self, step: StepToVerify) -> tuple[torch.Tensor, list[tuple[int, int]]]:
         """Scores f32[R,V] of a step's ``logits``, whose memory they may share, and each row's
@@ -176,16 +178,20 @@ class Scorer:
         else:
             columns = [node + 1 for _, node in owners]
             scores = logits[[index for index, _ in owners], columns].to("cpu", torch.float32)
-        raw = scores
+        raw, scores = scores, self.scaled(scores)
         if self.options.guided:
             away = [index + len(texts) for index, _ in owners]
             guides = logits[away, [node + 1 for _, node in owners]].to("cpu", torch.float32)
-            scores = guided(raw, guides, self.options.guidance_scale or 0.0)
+            scores = guided(scores, guides, self.options.guidance_scale or 0.0)
         if any(text.processors for text in texts):
             scores = self._processed(scores.clone(), step, owners)
         if self.records:
             self.last = raw, scores, {owner: row for row, owner in enumerate(owners)}
         return scores, owners
+
+    def scaled(self, scores: torch.Tensor) -> torch.Tensor:
+        """What processors are given for scores [R,V]: these."""
+        return scores
 
     def record(self, index: int, text: Text, nodes: Sequence[int]) -> None:
         """Keep what a sequence's text chose its tokens by: after these nodes of the last step."""
@@ -239,7 +245,9 @@ class Scorer:
     ) -> bool:
         """Whether a node may be kept; those that cannot are taken out of `place`."""
         if node < 0:
-            return True
+            if index in self.hopeless:
+                del place[index, node]
+            return index not in self.hopeless
         parent = node - 1 if draft.parents is None else draft.parents[node]
         row, token = place.get((index, parent)), draft.tokens[node]
         if row is not None and self.best_only:
@@ -259,14 +267,6 @@ class Scorer:
         draft = step.drafts[index]
         path = [draft.tokens[before] for before in draft.path(node)]
         return torch.cat([held, torch.tensor(path, dtype=torch.int64)]) if path else held
-
-
-def bad_logits() -> InputError:
-    """The error for logits that no token can be chosen by."""
-    return InputError(
-        "the model's logits hold NaN or are all -inf: expected finite numbers; check the weights, "
-        "or use a wider dtype (float16 overflows in some models: try bfloat16 or float32)"
-    )
 
 
 def agreed(draft: Sequence[int], chosen: Sequence[int], vocabulary: int) -> int:

@@ -8,10 +8,11 @@ from typing import Any, ClassVar, NamedTuple
 
 from ....ir import Program
 from ...asking.options import GenerationOptions
+from ...asking.request import Request
 from ...registry import Registry
 from ..sampling import Scorer, StepToVerify
 
-GREEDY, SAMPLING = "greedy", "sampling"
+GREEDY, SAMPLING, BEAMS = "greedy", "sampling", "beams"
 
 
 class Verdict(NamedTuple):
@@ -31,19 +32,24 @@ class Verifier(ABC):
     fetch: outputs of the step function that `verify` needs during decoding; the prefill always
     brings ``logits``. takes_argmax: whether a sequence that nothing was drafted for gains the
     step's ``argmax``. beyond: how many levels of a draft it asks for beyond those that it may
-    accept. Register a subclass with ``@VERIFIERS.register(ItsRecord, GREEDY or
-    SAMPLING)`` in its own file of this folder.
+    accept. parents: of the last step, by sequence, the one whose text it goes on from; None: its
+    own. Register a subclass with ``@VERIFIERS.register(ItsRecord, GREEDY or SAMPLING)`` in its own
+    file of this folder.
     """
 
     fetch: tuple[str, ...] = ("logits",)
     takes_argmax: bool = False
     beyond: ClassVar[int] = 0
+    parents: Sequence[int] | None = None
 
     def __init__(
         self, record: Any, program: Program, options: GenerationOptions, batch: int
     ) -> None:
         self.record, self.program, self.options = record, program, options
         self.scorer = Scorer(options)
+
+    def begin(self, request: Request) -> None:  # noqa: B027
+        """The generation that this verifies is about to start."""
 
     @abstractmethod
     def verify(self, step: StepToVerify) -> list[Verdict]:

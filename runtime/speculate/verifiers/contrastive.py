@@ -22,8 +22,9 @@ import torch
 
 from ....ir import UnsupportedError
 from ....ir.plan import Contrastive
+from ...asking.checks import bad_logits
 from ...feeding.draft import Draft
-from ..sampling import Array, Chances, StepToVerify, bad_logits, best
+from ..sampling import Array, Chances, StepToVerify, best
 from .base import GREEDY, SAMPLING, VERIFIERS, Verdict, Verifier
 from .greedy import GreedyVerifier
 from .rejection import RejectionVerifier

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from ....ir.plan import TopKAccept, Typical
+from ...asking.checks import bad_logits
 from ...feeding.draft import Draft
-from ..sampling import Array, Chances, StepToVerify, bad_logits, best
+from ..sampling import Array, Chances, StepToVerify, best
 from .base import GREEDY, NOTHING_GAINED, SAMPLING, VERIFIERS, Verdict, Verifier
 
 
