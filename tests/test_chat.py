@@ -332,3 +332,23 @@ def test_generate_reads_a_file_or_standard_input(
         assert run("generate", saved, *source, "--max-new-tokens", 4) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] == said[2] != "\n"
+
+
+def test_generate_writes_json_of_a_schema(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a file, or as it stands; what is no schema is refused before the model is opened."""
+    fields = {"ok": {"type": "boolean"}, "kind": {"enum": ["sum", "product"]}}
+    schema = {"type": "object", "properties": fields, "required": ["ok", "kind"]}
+    schema |= {"additionalProperties": False}
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    asked = ("generate", saved, "--prompt", "def add(a, b):", "--max-new-tokens", 64)
+    for given in (tmp_path / "schema.json", json.dumps(schema)):
+        assert run(*asked, "--json-schema", given) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert isinstance(found["ok"], bool) and found["kind"] in ("sum", "product")
+    for bad, said in (("{", "expected a JSON schema"), (tmp_path / "none", "expected a JSON")):
+        assert run("generate", tmp_path / "none", *asked[2:], "--json-schema", bad) == 2
+        assert said in capsys.readouterr().err
+    assert run(*asked, "--json-schema", '{"type": "nothing"}') == 2
+    assert "no text can fit" in " ".join(capsys.readouterr().err.split())

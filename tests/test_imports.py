@@ -30,8 +30,8 @@ ALLOWED = {
 METHOD = re.compile(r"passes/(drafting|depth)/\w+/(\w+)\.py")
 FILES = [path for part in ALLOWED for path in sorted((ROOT / part).rglob("*.py"))]
 FRONT = (
-    *("__main__", "cli", "serving", "ready", "training", "measuring", "optimizing", "model"),
-    *("chat", "exporting", "data", "tracing", "recipe", "artifact", "report", "drawing"),
+    *("__main__", "cli", "serving", "mapping", "ready", "training", "measuring", "optimizing"),
+    *("model", "chat", "exporting", "data", "tracing", "recipe", "artifact", "report", "drawing"),
     "_version",
 )
 """Files and folders of graftwork/, each above all that it imports."""

@@ -27,6 +27,7 @@ from .evaluate import evaluate
 from .export import export
 from .generate import generate
 from .inspect import inspect
+from .map import map_
 from .options import (
     TO_WRITE,
     AnyModel,
@@ -203,6 +204,7 @@ def _measured(made: Model, source: str, show: Callable[[str], None]) -> None:
 app.command()(generate)
 app.command()(chat)
 app.command()(serve)
+app.command("map")(map_)
 app.command()(train)
 app.command()(export)
 app.command()(calibrate)

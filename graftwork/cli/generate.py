@@ -61,6 +61,10 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="Sample among this many tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Sample within this probability.")] = None,
     seed: Annotated[int | None, typer.Option(help="Random seed of sampling.")] = None,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|JSON", help="The text is JSON that fits this schema."),
+    ] = None,
     recipe: MaybeRecipe = None,
     set_: SetOption = [],  # noqa: B006  (typer copies it)
     target: TargetOption = None,
@@ -76,7 +80,8 @@ def generate(
 
     stops, given = [check_stop(text) for text in stop], template_text(template)
     alike = stream and not (json_ or chat or stop or data or top_k or top_p or seed is not None)
-    text = _text(prompt, file)
+    alike = alike and json_schema is None
+    text, schema = _text(prompt, file), _schema(json_schema)
     key = ready_key(model, recipe, set_, target) if alike else None
     greedy = None if temperature is None else not temperature
     if key is not None and greedy is not False and _write_ready(key, text, max_new_tokens, greedy):
@@ -92,6 +97,7 @@ def generate(
         from .open_model import open_model
 
         options = {"top_k": top_k, "top_p": top_p, "seed": seed, "max_new_tokens": max_new_tokens}
+        options["json_schema"] = schema
         keywords: dict[str, Any] = {n: value for n, value in options.items() if value is not None}
         keywords |= decoding(temperature)
         check_keywords(keywords)
@@ -251,6 +257,23 @@ def _text(prompt: str | None, file: Path | None) -> str:
     text = text.removesuffix("\n")
     require(bool(text), f"{where}: expected some text, and there is none")
     return text
+
+
+def _schema(given: str | None) -> Any:
+    """--json-schema. Errors: `InputError` for what cannot be read, and without llguidance."""
+    if given is None:
+        return None
+    from ..ir.support.errors import InputError
+    from ..ir.support.files import read_text
+    from ..ir.support.packages import require as require_package
+
+    where = "--json-schema" if given.lstrip().startswith("{") else f"--json-schema {given}"
+    try:
+        found = json.loads(given if where == "--json-schema" else read_text(Path(given)))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{where}: expected a JSON schema, or a file of one: {error}") from error
+    require_package("llguidance", "--json-schema", "grammar")
+    return found
 
 
 def _check_room(text: str, keywords: Mapping[str, Any], info: ModelInfo, tokenizer: Path) -> None:

@@ -1,0 +1,1 @@
+"""Files of prompts, answered in shards by one process or by many (`graftwork map`)."""
