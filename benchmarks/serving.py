@@ -7,18 +7,28 @@ A server process on loopback is asked everything one at a time first, then by al
 each answer must be the same. Requests are greedy, with prompts and lengths of all sizes, drawn from
 --seed. Memory is the server's, at the beginning and at the end. --against URL asks another
 OpenAI-compatible server the same instead; what it answers is compared with itself alone.
+
+    python benchmarks/serving.py MODEL.gguf --llama-cpp PYTHON --rounds 3
+    python benchmarks/serving.py MODEL --soak 10
+
+--llama-cpp asks llama-cpp-python's server the same, of the same file, with as many threads, in
+turns: PYTHON is an interpreter that has `llama-cpp-python[server]`. --soak asks for some minutes
+without an end, and prints the server's memory and how it grows.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
+import os
 import random
 import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -83,20 +93,35 @@ def ask_all(url: str, bodies: list[Any], clients: int) -> tuple[list[Answer], fl
     return found, time.perf_counter() - start
 
 
-@contextlib.contextmanager
-def server(arguments: argparse.Namespace) -> Iterator[tuple[str, psutil.Process]]:
-    """`graftwork serve` in a process of its own, once it answers."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+def graftwork_command(arguments: argparse.Namespace) -> list[str]:
+    """Of `graftwork serve`."""
     # Prompts are asked twice: what is kept of the first time must not make the second one faster.
-    options = ["--port", port, "--keep", 0, "--queue", arguments.requests]
+    options = ["--keep", 0, "--queue", max(arguments.requests, arguments.clients)]
     options += ["--slots", arguments.slots]
     for name in ("recipe", "target", "context", "chunk"):
         if (value := getattr(arguments, name)) is not None:
             options += [f"--{name}", value]
-    command = [sys.executable, "-m", "graftwork", "serve", arguments.model, *map(str, options)]
-    process = subprocess.Popen(command)
+    return [sys.executable, "-m", "graftwork", "serve", arguments.model, *map(str, options)]
+
+
+def llama_command(arguments: argparse.Namespace) -> list[str]:
+    """Of llama-cpp-python's server, which answers one request at a time."""
+    options = ["--host", "127.0.0.1", "--model", arguments.model]
+    options += ["--n_ctx", arguments.context or 2048]
+    options += ["--n_threads", arguments.threads, "--n_threads_batch", arguments.threads]
+    # Otherwise a new request ends the one that is answered.
+    options += ["--interrupt_requests", "false", "--verbose", "false"]
+    return [arguments.llama_cpp, "-m", "llama_cpp.server", *map(str, options)]
+
+
+@contextlib.contextmanager
+def server(command: list[str], threads: int) -> Iterator[tuple[str, psutil.Process]]:
+    """A server in a process of its own, once it answers."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    process = subprocess.Popen([*command, "--port", str(port)], env=environment)
     try:
         url = f"http://127.0.0.1:{port}/v1"
         ask_when_ready(url, process)
@@ -117,8 +142,10 @@ def ask_when_ready(url: str, process: subprocess.Popen[bytes]) -> None:
     raise RuntimeError("the server did not come up")
 
 
-def measure(url: str, arguments: argparse.Namespace, process: psutil.Process | None) -> None:
-    """Print what comes of all requests, alone and together."""
+def measure(
+    url: str, arguments: argparse.Namespace, process: psutil.Process | None
+) -> tuple[float, float]:
+    """Print what comes of all requests, alone and together; new tokens a second of both."""
     bodies = requests(arguments.requests, arguments.words, arguments.new, arguments.seed)
     some = bodies[: arguments.alone or len(bodies)]
     if arguments.model_name:
@@ -136,6 +163,64 @@ def measure(url: str, arguments: argparse.Namespace, process: psutil.Process | N
     print(f"{same} of {len(one)} answers are those of the request alone")
     rate = [sum(a.new for a in found) / s for found, s in ((one, seconds), (all_, together))]
     print(f"new tokens/s: {rate[0]:.1f} alone, {rate[1]:.1f} together, {rate[1] / rate[0]:.2f} x")
+    return rate[0], rate[1]
+
+
+def beside(arguments: argparse.Namespace) -> None:
+    """Print what comes of both servers, in turns."""
+    commands = {"graftwork": graftwork_command(arguments), "llama.cpp": llama_command(arguments)}
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
+    with contextlib.ExitStack() as open_servers:
+        running = {
+            name: open_servers.enter_context(server(command, arguments.threads))
+            for name, command in commands.items()
+        }
+        for turn in range(arguments.rounds):
+            for name, (url, process) in running.items():
+                print(f"-- {name}, round {turn + 1}")
+                rates[name].append(measure(url, arguments, process))
+    medians = {
+        name: [statistics.median(column) for column in zip(*found, strict=True)]
+        for name, found in rates.items()
+    }
+    for name, (alone, together) in medians.items():
+        print(f"{name}: median new tokens/s {alone:.1f} alone, {together:.1f} together")
+    ours, theirs = medians.values()
+    print(f"graftwork over llama.cpp: {ours[0] / theirs[0]:.2f} alone, {ours[1] / theirs[1]:.2f}")
+
+
+def soak(url: str, arguments: argparse.Namespace, process: psutil.Process) -> None:
+    """Ask for some minutes; print the server's memory, and how it grows by least squares."""
+    bodies = requests(arguments.requests, arguments.words, arguments.new, arguments.seed)
+    endless, lock = itertools.cycle(bodies), threading.Lock()
+    begun = time.monotonic()
+    end = begun + 60 * arguments.soak
+    answered: list[int] = []
+
+    def client() -> None:
+        while time.monotonic() < end:
+            with lock:
+                body = next(endless)
+            answered.append(ask(url, body).new)
+
+    samples: list[tuple[float, float]] = []
+    with ThreadPoolExecutor(arguments.clients) as pool:
+        clients = [pool.submit(client) for _ in range(arguments.clients)]
+        while (now := time.monotonic()) < end:
+            samples.append(((now - begun) / 60, process.memory_info().rss / 1e6))
+            if len(samples) % 12 == 1:
+                print(f"{samples[-1][0]:5.1f} min {samples[-1][1]:7.0f} MB", flush=True)
+            time.sleep(min(5.0, max(end - now, 0.1)))
+        for one in clients:
+            one.result()
+    # Buffers are made when they are first needed: the first tenth is left out.
+    kept = [sample for sample in samples if sample[0] > arguments.soak / 10]
+    minutes, sizes = [t for t, _ in kept], [m for _, m in kept]
+    slope, _ = statistics.linear_regression(minutes, sizes)
+    print(
+        f"{len(answered)} requests, {sum(answered)} new tokens in {arguments.soak:g} min; memory "
+        f"{min(sizes):.0f} to {max(sizes):.0f} MB, slope {slope:+.2f} MB a minute"
+    )
 
 
 def say(what: str, found: list[Answer], seconds: float) -> None:
@@ -171,14 +256,24 @@ def main() -> None:
     parser.add_argument("--context", type=int)
     parser.add_argument("--chunk", type=int)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--llama-cpp", metavar="PYTHON", help="also ask llama-cpp-python's server")
+    parser.add_argument("--rounds", type=int, default=1, help="with --llama-cpp")
+    parser.add_argument("--soak", type=float, metavar="MINUTES", help="ask so long; memory")
     arguments = parser.parse_args()
     if arguments.against:
         measure(arguments.against, arguments, None)
         return
     if not arguments.model:
         parser.error("expected a model, or --against URL")
-    with server(arguments) as (url, process):
-        measure(url, arguments, process)
+    if arguments.llama_cpp:
+        beside(arguments)
+        return
+    with server(graftwork_command(arguments), arguments.threads) as (url, process):
+        if arguments.soak:
+            soak(url, arguments, process)
+        else:
+            measure(url, arguments, process)
 
 
 if __name__ == "__main__":

@@ -78,10 +78,13 @@ def test_without_a_terminal_lines_come_now_and_then() -> None:
     with training_progress(Console(file=said), every=0.1, brief=0.1) as update:
         update(FitState("training", 0.25, 7, 2.5))
         time.sleep(0.6)
+        update(FitState("training", 0.5, 9, 2.5))
+        time.sleep(0.3)
         update(FitState("measuring", 1.0, 400))
         time.sleep(0.3)
     lines = said.getvalue().splitlines()
-    assert 3 <= len(lines) <= 10
+    assert 4 <= len(lines) <= 13
+    assert any(line.startswith("training step 9 loss 2.500, 50%, 0:01 left, ") for line in lines)
     assert lines[0].startswith("training step 7 loss 2.500, 25%")
     assert lines[-1].startswith("measuring, 100%") and "nan" not in said.getvalue()
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
+from ..data.calibration import TimeLeft
 from ..training import FitState
 from .console import BRIEF, EVERY, lines
 
@@ -32,15 +33,23 @@ def training_progress(
         with _bar(console) as update:
             yield update
     else:
+        left = TimeLeft()
         with lines(console, every, brief) as say:
-            yield lambda state: say(state.phase, f"{shown(state)}, {state.share:.0%}")
+            yield lambda state: say(state.phase, f"{shown(state)}, {left.brief(state.share)}")
 
 
 @contextmanager
 def _bar(console: Console) -> Iterator[Callable[[FitState], None]]:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    times = TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn()
+    columns = TextColumn("{task.description}"), BarColumn(), *times
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("start", total=1.0)
 

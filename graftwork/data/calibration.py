@@ -32,17 +32,20 @@ class TimeLeft:
 
     def __call__(self, what: str, share: float) -> str:
         """``block 3 of 8 [=====>              ] 25%, 0:42 left``"""
+        bar = ("=" * round(share * CELLS) + ">")[:CELLS].ljust(CELLS)
+        return f"{what} [{bar}] {self.brief(share)}"
+
+    def brief(self, share: float) -> str:
+        """``25%, 0:42 left``"""
         now = self.clock()
         if self.began is None or share < self.began[1]:
             self.began = now, share  # a resumed run begins later
         start, first = self.began
-        bar = ("=" * round(share * CELLS) + ">")[:CELLS].ljust(CELLS)
-        text = f"{what} [{bar}] {share:.0%}"
         if share <= first:
-            return text
+            return f"{share:.0%}"
         left = round((now - start) / (share - first) * (1 - share))
         hours, minutes = divmod(left // 60, 60)
-        return f"{text}, {f'{hours}:{minutes:02}' if hours else minutes}:{left % 60:02} left"
+        return f"{share:.0%}, {f'{hours}:{minutes:02}' if hours else minutes}:{left % 60:02} left"
 
 
 def check_data(recipe: Recipe, data: Prompts | None, validate: bool) -> None:
