@@ -111,6 +111,7 @@ def test_a_device_that_is_not_here_is_told_before_a_model_is_made(untraced: None
         gw.optimize(DEMO, target="torch:cuda")
 
 
+@pytest.mark.long
 def test_exports_refuse_a_place_before_they_convert(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,7 @@ def test_one_of_several_templates(tmp_path: Path) -> None:
         template_of(model_of(tmp_path).program)
 
 
+@pytest.mark.long
 def test_a_template_survives_saving_keeping_and_gguf(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -147,6 +148,7 @@ def test_a_template_survives_saving_keeping_and_gguf(tmp_path: Path) -> None:
     assert special_tokens(read.program.assets)["eos_token"] == "<|im_end|>"
 
 
+@pytest.mark.long
 def test_a_gguf_files_own_template(tmp_path: Path) -> None:
     metadata = {"tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"}
     gguf_files.write(tmp_path / "m.gguf", {"": "F32"}, metadata=metadata)

@@ -37,6 +37,7 @@ def run(clone: Path, *arguments: str) -> str:
     return ran.stdout
 
 
+@pytest.mark.long
 def test_a_clone_runs_its_own_code(clone: Path) -> None:
     """The interpreter of this test has another clone installed (in editable form, by make)."""
     names = ["graftwork", *_clone.FOLDERS, "graftwork.ir.ops", "graftwork.passes.engine.base"]
@@ -45,6 +46,7 @@ def test_a_clone_runs_its_own_code(clone: Path) -> None:
     assert len(files) == len(names) and all(f.is_relative_to(clone) for f in files), files
 
 
+@pytest.mark.long
 def test_the_command_line_runs_in_a_clone_that_is_not_installed(clone: Path) -> None:
     """-S would hide the dependencies, so the editable install's finder is taken out by hand."""
     code = (

@@ -57,6 +57,7 @@ def test_a_model_costs_nothing_beside_itself(plain: gw.Model) -> None:
     assert 0.8 * tokens < found.tokens < tokens
 
 
+@pytest.mark.long
 def test_the_report_says_it_and_keeps_it(tmp_path: Path) -> None:
     few = gw.optimize(DEMO, "int8", target=TARGET, cost=True)
     assert few.report is not None and few.report.cost is not None
@@ -69,6 +70,7 @@ def test_the_report_says_it_and_keeps_it(tmp_path: Path) -> None:
     assert given.report is not None and "on the given text" in str(given.report)
 
 
+@pytest.mark.long
 def test_rows_that_are_dropped_late_cost_something() -> None:
     """A window of 256 tokens would end before the first row is dropped."""
     recipe = gw.Recipe.load("streaming_llm").with_options(["evict_cache.budget=256"])

@@ -104,6 +104,7 @@ def test_sessions_that_run_in_turn_do_not_wait_for_work() -> None:
                     options.get_session_config_entry(STOP)
 
 
+@pytest.mark.long
 def test_compiled_steps_are_cut_too() -> None:
     program = run_passes(
         tiny_llama(2),

@@ -144,6 +144,7 @@ def test_files_of_a_folder_take_batches(recipe: str, tmp_path: Path) -> None:
     assert [_ended(row.tolist(), eos) for row in np.concatenate(texts, 1)] == expected(plain, given)
 
 
+@pytest.mark.long
 def test_what_generation_configs_force(tmp_path: Path) -> None:
     """First and last tokens that are forced, and tokens that never come, or not at first; texts
     that begin with several tokens."""

@@ -110,6 +110,7 @@ def test_torch_looks_up_in_the_heads_tiles_as_well() -> None:
     assert torch.equal(text(program, "torch"), text(program, "eager"))
 
 
+@pytest.mark.long
 def test_products_that_round_nothing_read_few_bits_too() -> None:
     """Weights stay packed, and both backends give the logits of their values."""
     program = quantized(bits=4, rounded=False)

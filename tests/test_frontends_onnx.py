@@ -108,6 +108,7 @@ def test_exports_of_few_bits_keep_their_bits(recipe: str, qdq: bool, tmp_path: P
     assert float((ours - theirs).abs().max() / theirs.abs().max()) < 0.1
 
 
+@pytest.mark.long
 def test_passes_work_on_what_was_read(tmp_path: Path) -> None:
     """Quantization finds the weights, heads the residual stream, skipping the layers."""
     folder = made("baseline").export_onnx(tmp_path / "out")

@@ -214,6 +214,7 @@ def test_a_weight_that_is_multiplied_twice_is_refused() -> None:
         pass_.apply(shared, evidence_for(shared))
 
 
+@pytest.mark.long
 def test_experts_that_are_rounded_all_the_same_are_told_of() -> None:
     start = import_model(build(ARCHS["mixtral"]))
     given = {"bits": 2, "group": 0, "windows": 2, "length": 16, "method": "jlcm"}

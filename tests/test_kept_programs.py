@@ -126,6 +126,7 @@ def test_damage_changes_and_warnings(folder: Path, monkeypatch: pytest.MonkeyPat
     assert not kept(folder)
 
 
+@pytest.mark.long
 def test_programs_of_gguf_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are read with the tokenizer that came in the file, whose every change counts."""
     pytest.importorskip("gguf", reason="the package gguf is not installed")

@@ -71,6 +71,7 @@ def test_a_text_takes_the_most_that_it_tolerates_and_the_choice_is_kept(
     assert speedup(tried(RECIPE, tolerance=90.0)[0]) == 2.0
 
 
+@pytest.mark.long
 def test_where_even_the_least_costs_too_much_the_recipe_refuses_and_says_how_much() -> None:
     with pytest.raises(InputError, match=r"speedup=1.15, the least .* of the model's perplexity"):
         tried(RECIPE, tolerance=1e-6)
@@ -122,6 +123,7 @@ def test_what_cannot_be_measured_stands_as_the_recipe_has_it() -> None:
     assert speedup(made) == 2.0
 
 
+@pytest.mark.long
 def test_tolerances_and_slow_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="recipe 'int8' has no knob"):
         gw.optimize(DEMO, "int8", tolerance=0.1)
@@ -135,6 +137,7 @@ def test_tolerances_and_slow_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.report is not None and "makes this model slower" in str(made.report)
 
 
+@pytest.mark.long
 def test_a_pace_is_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     made, plain = (gw.optimize(DEMO, recipe, target=TARGET) for recipe in ("int8", "baseline"))

@@ -251,6 +251,7 @@ print([name for name in heavy if name in sys.modules])
 """
 
 
+@pytest.mark.long
 def test_a_drafter_with_an_objective_is_four_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def watched(program: Program) -> tuple[Program, list[int]]:
     return program.replace(weights=WeightStore(weights)), counts
 
 
+@pytest.mark.long
 def test_weights_are_written_one_at_a_time() -> None:
     program, counts = watched(cached_llama(Shape(layers=4)))
     assert started(program).capacity

@@ -205,10 +205,12 @@ def test_texts_are_transformers(name: str) -> None:
 
 
 ELSEWHERE = [
-    ("gemma3", "onnxruntime"),
     *(
-        pytest.param(*case, marks=pytest.mark.long)
-        for case in (("llava", "onnxruntime"), ("qwen2_vl", "onnxruntime"), ("llava", "torch"))
+        pytest.param(name, target, marks=pytest.mark.long)
+        for name, target in (
+            *((name, "onnxruntime") for name in ("gemma3", "llava", "qwen2_vl")),
+            ("llava", "torch"),
+        )
     ),
     pytest.param("gemma3", "torch", marks=pytest.mark.sweep),
     pytest.param("qwen2_vl", "torch", marks=pytest.mark.sweep),

@@ -235,6 +235,7 @@ def test_halves_of_every_value_are_widened_exactly(processor):
     assert torch.equal(products[0], every.float()[:, 0] * 254)
 
 
+@pytest.mark.long
 def test_compiled_code_calls_the_kernels():
     w = quantized.weight(0, 20, 16, 2, 4, "offset", bias=True)
     operands, x = (*w.in_tiles(), *w.sizes), quantized.rows(0, 3, 32)
@@ -260,6 +261,7 @@ class Step(torch.nn.Module):
         return (native.quantized_linear(x * 2, *self.operands, *self.sizes) + 1,)
 
 
+@pytest.mark.long
 def test_the_kernels_of_a_step_are_recorded_and_replayed():
     table = quantized.weight(0, 50, 16, 4, 3, "offset")
     step = inductor(

@@ -141,6 +141,7 @@ def test_texts_of_a_batch_are_scored_each_alone(tmp_path: Path) -> None:
     torch.testing.assert_close(score(fast, ids, 4), alone)
 
 
+@pytest.mark.long
 def test_scoring_teaches_nothing(tmp_path: Path) -> None:
     """Where a threshold is learnt, it is by what is generated."""
     program = program_of("free", tmp_path)

@@ -144,6 +144,7 @@ def test_texts_leave_early(name: str) -> None:
             assert out.stats.layers == layers
 
 
+@pytest.mark.long
 def test_a_source_that_does_not_serve_both(tmp_path: Path) -> None:
     """A draft of another kind of source, or one where the model has none: said at `optimize`."""
     model("whisper").save_pretrained(tmp_path / "whisper")

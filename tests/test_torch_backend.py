@@ -116,6 +116,7 @@ def test_missing_input_is_named(program):
         executable.run("step", step, ("argmax",))
 
 
+@pytest.mark.long
 def test_compiled_equals_eager_and_layers_are_compiled_once():
     program = cached_llama(layers=3, context=1024)
     expected = reference_logits(program, TOKENS)
@@ -132,6 +133,7 @@ def test_compiled_equals_eager_and_layers_are_compiled_once():
     assert len(re.findall(r"= \w*subgraph\w*\(", code)) in (2, 3), "calls for three layers"
 
 
+@pytest.mark.long
 def test_growing_caches_compiles_nothing():
     program = cached_llama(layers=1, context=1024)
     expected = reference_logits(program, TOKENS)
@@ -172,6 +174,7 @@ def test_prompts_of_any_length_share_what_is_compiled(first):
     assert executable.widths("step").holding(300) == 300
 
 
+@pytest.mark.long
 def test_other_threads_are_compiled_for():
     program = cached_llama(layers=1, context=1024)
     threads = torch.get_num_threads()
@@ -220,7 +223,10 @@ def test_quantized_weights_stay_bytes_and_give_the_same_logits(pass_):
 
 @pytest.mark.parametrize(
     "pass_",
-    [pytest.param(in_int8(), id="int8", marks=pytest.mark.long), pytest.param(FEW_BITS, id="int4")],
+    [
+        pytest.param(in_int8(), id="int8", marks=pytest.mark.long),
+        pytest.param(FEW_BITS, id="int4", marks=pytest.mark.long),
+    ],
 )
 def test_a_token_has_the_same_bits_alone_and_among_others(pass_):
     # Wide enough that a sum over a row of one would be shared out among threads.

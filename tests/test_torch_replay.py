@@ -103,6 +103,7 @@ def test_caches_of_the_last_text_stay_where_they_are_unless_they_are_much_too_la
     assert executable.capacity == 64 and executable.buffers.epoch > epoch
 
 
+@pytest.mark.long
 def test_outputs_stay_in_their_place(program):
     executable = compile(program, Target.parse("torch"))
     executable.begin(1, 8)
@@ -148,6 +149,7 @@ class _Counter(torch.nn.Module):
         return (state.sum(-1), state + x)
 
 
+@pytest.mark.long
 def test_what_is_more_than_kernels_is_not_replayed():
     step = inductor(torch.fx.symbolic_trace(_Library()))
     x = torch.randn(64, 64)

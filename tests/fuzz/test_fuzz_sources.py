@@ -13,7 +13,7 @@ from sources import summary
 @pytest.mark.parametrize(
     ("kinds", "count"),
     [
-        (["gguf", "onnx", "tokenizer", "gguf-tokenizer", "prompts"], 15),
+        (["gguf", "onnx", "tokenizer", "gguf-tokenizer", "prompts"], 8),
         pytest.param(["gguf", "onnx"], 40, marks=pytest.mark.long),
         pytest.param(["tokenizer", "gguf-tokenizer", "prompts"], 60, marks=pytest.mark.long),
     ],
