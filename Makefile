@@ -4,6 +4,7 @@
 #                they are about, and all of them before a release
 # make sweep     the tests that compile one more model in the same way: before a release (an hour)
 # make gpu       where a GPU is: the tests that need one, and benchmarks/gpu.py on MODELS="DIR ..."
+# make docs      the documentation as a site, in build/site
 # make check     format, lint, strict types, tests and doctests, line totals
 #
 # Each prepares .venv by itself, from constraints.txt; it needs Python 3.11-3.13 and make, no more.
@@ -25,7 +26,7 @@ EVERYDAY := $(if $(SHARE),-m "not sweep" --share $(SHARE),-m "not long and not s
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile \
   --no-loadscope-reorder
 
-.PHONY: demo test long sweep gpu check format types totals clean
+.PHONY: demo test long sweep gpu docs check format types totals clean
 
 demo: $(INSTALLED)
 	$(BIN)/graftwork demo $(ARGS)
@@ -46,6 +47,9 @@ gpu:
 	$(VENV)/gpu/bin/python -m pip install --quiet $(if $(WHEELS),--no-index --find-links $(WHEELS)) -e '.[test]'
 	$(VENV)/gpu/bin/python -m pytest tests/test_cuda.py tests/test_cuda_models.py tests/test_gpu_products.py $(ARGS)
 	$(if $(MODELS),PYTHONPATH=benchmarks $(VENV)/gpu/bin/python benchmarks/gpu.py $(MODELS) --json gpu.jsonl)
+
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check $(PYTHON_FILES)

@@ -313,13 +313,20 @@ app.command()(inspect)
 def recipes(
     name: Annotated[str | None, typer.Argument(help="Show this one.")] = None,
     markdown: Annotated[bool, typer.Option(help="As a table for documents.")] = False,
+    schema: Annotated[
+        bool, typer.Option("--json-schema", help="Of recipe files, for editors.")
+    ] = False,
 ) -> None:
     """List the recipes, or show one."""
     from ..measuring.tables import recipe_markdown, recipe_panel, recipe_table
     from ..recipe import Recipe
     from ..recipe import recipes as all_recipes
 
-    if name is not None:
+    if schema:
+        from ..recipe_schema import recipe_schema
+
+        print(json.dumps(recipe_schema(), indent=1))
+    elif name is not None:
         out.print(recipe_panel(Recipe.load(name)))
     elif markdown:
         print(recipe_markdown(all_recipes()))

@@ -1,0 +1,288 @@
+"""Pages of methods for the site, drawn from the recipes: one table a family, one page a method.
+
+`pages()` gives them as Markdown by path. What a page says comes from the recipe's file, from the
+passes' options and docstrings, from the paragraphs of recipes.md that name the recipe, and from the
+rows of real_models.md and measured.md that measure it, with the command that they stand below.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from graftwork.passes import Contract, Pass
+from graftwork.recipe import Recipe, recipes
+
+DOCS = Path(__file__).parent
+MEASURED = ("real_models.md", "measured.md")
+BELONGING = 6
+"""Paragraphs and tables that a page shows at most."""
+
+FAMILIES = {
+    "Plain decoding": "The step with a KV cache and fusions, which the others extend.",
+    "Drafts without training": "For texts that repeat themselves or their prompt (code, summaries, "
+    "edits, answers about a document), with any model as it is. Texts do not change.",
+    "Drafts by trained heads": "For one model that serves much: heads are trained on its own text "
+    "(`graftwork train`), or come as published weights. Texts do not change.",
+    "Drafts by the target's own layers": "For models that agree with themselves early, as trained "
+    "for it (`train_exits`) or with a trained exit. Texts do not change.",
+    "Drafts by another model": "For a large model that has a small one of its family.",
+    "Drafts over few bits": "Both savings at once: the texts are those of the few bits.",
+    "Fewer bits": "For memory and speed where steps wait for weights, as on CPUs. Texts may "
+    "differ, and `graftwork eval` says by how much.",
+    "The cache": "For long texts and many sequences: smaller caches, or fewer rows read.",
+    "Fewer layers": "For speed at a measured loss of quality; on most models layers can be left "
+    "out only after healing or training.",
+    "Several processes": "For one model on several processes or devices.",
+}
+CONTRACTS = {
+    "exact": "Logits stay as they are, up to float error.",
+    "lossless": "The output distribution stays: decoding greedily, every token.",
+    "approximate": "Texts may differ from the model's own; `graftwork eval` says how far.",
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Rows of a table that name a recipe. source: the page; section: its heading; command: what
+    gave the figures, or ""."""
+
+    source: str
+    section: str
+    head: tuple[str, str]
+    rows: tuple[str, ...]
+    command: str
+
+
+def pages() -> dict[str, str]:
+    """Markdown by path below docs/: ``methods/index.md``, and ``methods/NAME.md`` for all."""
+    known = recipes()
+    made = {f"methods/{recipe.name}.md": method_page(recipe) for recipe in known}
+    return {"methods/index.md": index(known), **made}
+
+
+def by_family(known: list[Recipe]) -> dict[str, list[Recipe]]:
+    """Recipes by family, families in the order of `FAMILIES`."""
+    found: dict[str, list[Recipe]] = {family: [] for family in FAMILIES}
+    for recipe in known:
+        found[family_of(recipe)].append(recipe)
+    return {family: chosen for family, chosen in found.items() if chosen}
+
+
+def own_passes(recipe: Recipe) -> list[Pass]:
+    """The recipe's passes besides those of plain decoding."""
+    plain = {use.name for use in Recipe.load("baseline").passes}
+    return [step.pass_ for step in recipe.steps if step.pass_.name not in plain]
+
+
+def family_of(recipe: Recipe) -> str:
+    """The family, by the rooms of its own passes and by what it needs."""
+    rooms = {_room(pass_) for pass_ in own_passes(recipe)}
+    drafts = any(pass_.name.startswith("draft_") for pass_ in own_passes(recipe))
+    if "placement" in rooms:
+        return "Several processes"
+    if drafts and "numerics" in rooms:
+        return "Drafts over few bits"
+    if drafts and "depth" in rooms:
+        return "Drafts by the target's own layers"
+    if drafts:
+        needs = " ".join(recipe.brought)
+        if "model" in needs:
+            return "Drafts by another model"
+        return (
+            "Drafts by trained heads"
+            if "trained" in needs or "MTP" in needs
+            else "Drafts without training"
+        )
+    rules = {"depth": "Fewer layers", "numerics": "Fewer bits", "caching": "The cache"}
+    return next((family for room, family in rules.items() if room in rooms), "Plain decoding")
+
+
+def index(known: list[Recipe]) -> str:
+    """The table of contents: a table a family."""
+    lines = [
+        "# Methods",
+        "",
+        f"{len(known)} recipes by what they change. Each is a file of a few lines; "
+        "[recipes](../recipes.md) says how their passes work and combine, "
+        "[real models](../real_models.md) sets their figures side by side, and "
+        "[recipe.schema.json](../recipe.schema.json) lets an editor complete and check recipes of "
+        "your own.",
+    ]
+    for family, chosen in by_family(known).items():
+        lines += ["", f"## {family}", "", FAMILIES[family], ""]
+        lines += ["| method | what it does | contract | needs |", "|---|---|---|---|"]
+        for recipe in chosen:
+            needs = ", ".join(recipe.brought) or "nothing"
+            link = f"[{recipe.name}]({recipe.name}.md)"
+            lines.append(f"| {link} | {_cell(recipe.title)} | {recipe.contract} | {needs} |")
+    return "\n".join([*lines, ""])
+
+
+def method_page(recipe: Recipe) -> str:
+    """One method's page."""
+    family = family_of(recipe)
+    lines = [f"# {recipe.name}", "", f"**{recipe.title}.**", ""]
+    facts = [
+        ("Family", f"[{family}](index.md#{anchor(family)})"),
+        ("Contract", f"{recipe.contract}. {CONTRACTS[recipe.contract]}"),
+        ("Needs", ", ".join(recipe.brought) or "nothing"),
+        ("Paper", recipe.paper),
+        ("Differs from it", recipe.differs),
+        ("Extends", f"[{recipe.extends}]({recipe.extends}.md)" if recipe.extends else ""),
+    ]
+    (_, first), *others = [(name, _cell(text)) for name, text in facts if text]
+    lines += [f"| Family | {first} |", "|---|---|"]
+    lines += [f"| {name} | {text} |" for name, text in others]
+    lines += ["", "## When to use it", "", FAMILIES[family], "", "## Try it", ""]
+    lines += [*_tried(recipe), "", "## What it cost", "", *_cost(recipe.name)]
+    lines += ["## Options", "", *_options(recipe)]
+    if told := list(_told(recipe.name)):
+        lines += ["## How it works", "", *told]
+    lines += ["## The recipe", "", "```yaml", _source(recipe), "```", ""]
+    return "\n".join(lines)
+
+
+def _room(pass_: Pass) -> str:
+    return type(pass_).__module__.removeprefix("graftwork.passes.").partition(".")[0]
+
+
+def _tried(recipe: Recipe) -> list[str]:
+    learns = " --data TEXTS" if recipe.reads_text else ""
+    lines = []
+    if "trained heads" in recipe.brought:
+        lines.append(f"    graftwork train MODEL --recipe {recipe.name} --data TEXTS --out HEADS")
+        heads = [p.name for p in own_passes(recipe) if "weights" in type(p).model_fields]
+        learns += f" --set {heads[0]}.weights=HEADS" if heads else ""
+    lines.append(f"    graftwork optimize MODEL --recipe {recipe.name}{learns} --out DIR")
+    if recipe.contract == Contract.APPROXIMATE.value:
+        lines.append(f"    graftwork eval MODEL --recipes {recipe.name}{learns}")
+    return lines
+
+
+def _options(recipe: Recipe) -> Iterator[str]:
+    """A table for each of the recipe's own passes, with the values that it gives."""
+    shown = False
+    for pass_ in own_passes(recipe):
+        values = pass_.model_dump(mode="json")
+        if not values:
+            continue
+        shown = True
+        yield f"**{pass_.name}** (`--set {pass_.name}.OPTION=VALUE`)"
+        yield ""
+        if doc := " ".join((type(pass_).__doc__ or "").split("Before::")[0].split()):
+            yield _prose(doc)
+            yield ""
+        yield "| option | here | default |"
+        yield "|---|---|---|"
+        fields = type(pass_).model_fields
+        for name, value in values.items():
+            usual = fields[name].get_default(call_default_factory=True)
+            yield f"| `{name}` | {_value(value)} | {_value(usual)} |"
+        yield ""
+    if not shown:
+        yield "None of its own."
+        yield ""
+
+
+def _prose(doc: str) -> str:
+    """A docstring as Markdown: what stands between backticks is code, the rest plain text."""
+    parts = doc.replace("``", "`").split("`")
+    plain = [re.sub(r"([\[\]<>*_])", r"\\\1", part) for part in parts[::2]]
+    parts[::2] = plain
+    return "`".join(parts)
+
+
+def _value(value: object) -> str:
+    text = repr(value)
+    return f"`{_cell(text if len(text) <= 60 else text[:60] + '...')}`"
+
+
+def _cost(name: str) -> Iterator[str]:
+    found = [m for page in MEASURED for m in _measured(page, name)][:BELONGING]
+    if not found:
+        yield "Not measured on a real model yet: `graftwork eval` and `bench` do so on yours."
+        yield ""
+    for measured in found:
+        yield f"[{measured.section}](../{measured.source}#{anchor(measured.section)}):"
+        yield ""
+        yield from measured.head
+        yield from measured.rows
+        yield ""
+        if measured.command:
+            yield "by"
+            yield ""
+            yield measured.command
+            yield ""
+
+
+@lru_cache
+def _lines(source: str) -> list[str]:
+    return [*(DOCS / source).read_text(encoding="utf-8").splitlines(), ""]
+
+
+def _measured(source: str, name: str) -> Iterator[Measured]:
+    section, command, table = "", "", []
+    lines = _lines(source)
+    for i, line in enumerate(lines):
+        if line.startswith("#"):
+            section, command = line.lstrip("# "), command if section == "" else ""
+        if line.startswith("    ") and not lines[i - 1].startswith("    "):
+            command = "\n".join(_block(lines, i))
+        if line.startswith("|"):
+            table.append(line)
+            continue
+        rows = tuple(row for row in table[2:] if f"`{name}`" in row.split("|")[1])
+        if rows:
+            where = command or _first_command(source)
+            yield Measured(source, section, (table[0], table[1]), rows, where)
+        table = []
+
+
+def _first_command(source: str) -> str:
+    lines = _lines(source)
+    first = next(i for i, line in enumerate(lines) if line.startswith("    "))
+    return "\n".join(_block(lines, first))
+
+
+def _block(lines: list[str], start: int) -> Iterator[str]:
+    for line in lines[start:]:
+        if not line.startswith("    "):
+            return
+        yield line
+
+
+def _told(name: str) -> Iterator[str]:
+    """Paragraphs of recipes.md that name the recipe, with a link to where they stand."""
+    count = 0
+    for block in (DOCS / "recipes.md").read_text(encoding="utf-8").split("\n\n"):
+        plain = not block.startswith(("#", "|", " ", "`" * 3))
+        if plain and f"`{name}`" in block and count < BELONGING:
+            count += 1
+            yield re.sub(r"\]\((?!http|#)", "](../", block).replace("](#", "](../recipes.md#")
+            yield ""
+    if count:
+        yield "More: [recipes](../recipes.md)."
+        yield ""
+
+
+def _source(recipe: Recipe) -> str:
+    path = DOCS.parent / "recipes" / f"{recipe.name}.yaml"
+    return path.read_text(encoding="utf-8").rstrip()
+
+
+def anchor(heading: str) -> str:
+    """The id that Markdown gives a heading.
+
+    >>> anchor("Drafts by the target's own layers")
+    'drafts-by-the-targets-own-layers'
+    """
+    kept = re.sub(r"[^\w\s-]", "", heading.lower()).strip()
+    return re.sub(r"[-\s]+", "-", kept)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
