@@ -197,6 +197,12 @@ CALLS = [
     (HERMES, '<tool_call>\n{"name": "f", ', '<tool_call>\n{"name": "f", ', []),
     (HERMES, "1 < 2 \n", "1 < 2 \n", []),
     (
+        HERMES,
+        '<tool_call>{"name": "\\x", "arguments": {}}',
+        '<tool_call>{"name": "\\x", "arguments": {}}',
+        [],
+    ),
+    (
         MISTRAL,
         '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}, "id": "x"}, '
         '{"name": "g", "arguments": {}}]',

@@ -161,9 +161,10 @@ class _Call:
         start = 0
         if not self.named:
             head = self.head.match(text)
-            if head is None:
+            name = None if head is None else _parsed(head[1])
+            if head is None or not isinstance(name, str):
                 return self._whole(text, calls)
-            calls.append(CallDelta(self.index, "", self.form.call_id(), json.loads(head[1])))
+            calls.append(CallDelta(self.index, "", self.form.call_id(), name))
             self.named, start = True, head.end()
         inside, end = start, None
         for place in range(start, len(text)):
@@ -198,7 +199,7 @@ class _Call:
             return -1
         given: Any = found.get(self.form.key, {})
         if isinstance(given, str):  # some write the JSON as a text
-            given = _object(given)
+            given = _parsed(given)
         if not isinstance(given, dict):
             return -1
         calls.append(CallDelta(self.index, json.dumps(given), self.form.call_id(), found["name"]))
@@ -209,7 +210,8 @@ MOST_CALL = 2**16
 """Characters of an object after which it is no call that has not turned out to be one."""
 
 
-def _object(text: str) -> Any:
+def _parsed(text: str) -> Any:
+    """What JSON says; None for what is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from functools import lru_cache
@@ -21,7 +20,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.by_bytes = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
+        self.by_bytes = "ByteLevel" in repr(tokenizer.decoder)
         self.added = tokenizer.get_added_tokens_decoder()
 
     def bytes_of(self, id: int) -> bytes:
