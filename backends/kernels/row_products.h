@@ -64,11 +64,6 @@ struct Halves {
     }
     static Lanes some(const uint8_t* row, int64_t width, int64_t d, int64_t count) {
         const int64_t half = width / 2;
-        if (width == 8) {  // a label: its numbers as bytes, in order
-            const uint32_t codes = load<uint32_t>(row);
-            const uint64_t bytes = (codes & 0x0f0f0f0f) | uint64_t(codes >> 4 & 0x0f0f0f0f) << 32;
-            return Bytes::floats(load<Marks>(reinterpret_cast<const uint8_t*>(&bytes), 8));
-        }
         Lanes found = {};
         for (int64_t lane = 0; lane < count; lane++)
             found[lane] = d + lane < half ? row[d + lane] & 15 : row[d + lane - half] >> 4;
@@ -117,11 +112,48 @@ void few_products(
     for (int row = 0; row < ROWS; row++) sums[row] = add_up<1, FEW>(all[row]);
 }
 
+// Words of 32 bits, the second of two or the first.
+template <int... lane>
+Whole every_second(Whole low, Whole high, int which, std::integer_sequence<int, lane...>) {
+    return which ? __builtin_shufflevector(low, high, (2 * lane + 1)...)
+                 : __builtin_shufflevector(low, high, (2 * lane)...);
+}
+
+// A label: eight or sixteen numbers of 4 bits, in one word or two. Few numbers of many rows are added
+// up a row a lane, where a vector of one row would be mostly empty.
+inline bool is_label(int64_t width) { return width == 8 || width == 16; }
+
+// As `products`, of labels.
+template <int ROWS>
+void label_products(
+    const Query* queries, const Rows& keys, int64_t first, int64_t last, Lanes (&scores)[ROWS]) {
+    const int64_t words = keys.width / 8, there = std::min<int64_t>(LANES, last - first + 1);
+    const auto* const from = static_cast<const uint32_t*>(keys.data) + first * words;
+    Whole of[2] = {load<Whole>(from, there * words)};
+    if (words == 2) {
+        const Whole low = of[0];
+        const Whole high = load<Whole>(from + LANES, std::max<int64_t>(0, 2 * there - LANES));
+        const auto lanes = std::make_integer_sequence<int, LANES>();
+        of[0] = every_second(low, high, 0, lanes);
+        of[1] = every_second(low, high, 1, lanes);
+    }
+    for (int row = 0; row < ROWS; row++) scores[row] = Lanes{};
+    for (int64_t d = 0; d < keys.width; d++) {
+        const int64_t at = d % (keys.width / 2), high = d >= keys.width / 2 ? 4 : 0;
+        const Lanes value = Bytes::floats(of[at / 4] >> int(at % 4 * 8 + high) & 15);
+#pragma GCC unroll 4
+        for (int row = 0; row < ROWS; row++)
+            scores[row] = fused(splat(queries[row].values[d]), value, scores[row]);
+    }
+}
+
 // Products of ROWS queries with LANES keys from `first` on, up to `last`; what the lanes of others
 // hold is undefined.
 template <class Kind, int ROWS>
 void products(
     const Query* queries, const Rows& keys, int64_t first, int64_t last, Lanes (&scores)[ROWS]) {
+    if constexpr (std::is_same_v<Kind, Halves>)
+        if (is_label(keys.width)) return label_products(queries, keys, first, last, scores);
     Lanes parts[LANES / FEW][ROWS];
     for (int part = 0; part < LANES / FEW; part++)
         few_products<Kind>(queries, keys, std::min(first + part * FEW, last), last, parts[part]);
