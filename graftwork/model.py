@@ -21,6 +21,8 @@ from .data.prompts import as_ids, as_prompts
 from .drawing.cards import card, fold, picture
 from .drawing.svg import plan_lines, program_svg
 from .exporting.exports import Exports
+from .hub.download import local
+from .hub.publishing import Publishing
 from .ir import InputError, Program
 from .ir.execution.executable import Executable
 from .ir.support.files import plain_path
@@ -76,7 +78,7 @@ def _shifted(model: Model, bits: int) -> Model:
 
 
 @dataclass(frozen=True)
-class Model(Exports, Chats):
+class Model(Exports, Chats, Publishing):
     """A transformed model for a target. program: prints as text. recipe: as plain data. report: of
     the passes; None if it was not made by `optimize`."""
 
@@ -98,6 +100,25 @@ class Model(Exports, Chats):
                 update={"cost": cost or self.report.cost, "notes": notes}
             )
             object.__setattr__(self, "report", report.of(weakref.ref(self)))
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *,
+        revision: str | None = None,
+        target: Target | str | None = None,
+    ) -> Model:
+        """What `save_pretrained` or `push_to_hub` wrote: a folder, or an id of the Hub, of which
+        revision is a branch, tag or commit. target, errors: as `load`; `InputError` also for a
+        checkpoint, which `optimize` takes."""
+        folder = local(pretrained_model_name_or_path, revision)
+        if Path(folder).is_dir() and not saved.is_saved(Path(folder)):
+            raise InputError(
+                f"{pretrained_model_name_or_path} is no artifact of graftwork: optimize it first "
+                f"(graftwork.optimize, or graftwork optimize)"
+            )
+        return load(folder, target=target)
 
     @property
     def compiled(self) -> Executable | None:

@@ -25,6 +25,7 @@ from .data.cost import cost_of, why_not
 from .data.knob import TOLERANCE, check_pace, check_tolerance, turned
 from .data.prompts import Prompts, check_seed, sample_prompts, validation_batch
 from .frontends.generation import Known, nobody
+from .hub.download import local
 from .ir import GraftworkWarning, InputError, Program
 from .ir.plan.contract import Contract
 from .ir.support.files import plain_path
@@ -102,11 +103,14 @@ def optimize(
     strict: bool = False,
     progress: Callable[[str], None] = lambda stage: None,
     known: Known = nobody,
+    revision: str | None = None,
 ) -> Model:
     """Trace a model, run a recipe's passes, and return a `Model`, which compiles on first use.
 
-    recipe: a name (`recipes()` lists them), a .yaml path, a dict or a `Recipe`. target:
-    ``backend[:device[:dtype]]``; default: torch:cuda:bfloat16 with a GPU, else
+    model: a folder, a .gguf or .onnx file, a model in memory, or an id of the Hub, ``org/name``
+    (``org/name@revision``), whose safetensors are fetched if they are not here; revision: a branch,
+    tag or commit of it. recipe: a name (`recipes()` lists them), a .yaml path, a dict or a
+    `Recipe`. target: ``backend[:device[:dtype]]``; default: torch:cuda:bfloat16 with a GPU, else
     onnxruntime:cpu:float32. data: prompts for validation (texts, lists of token ids, or a .txt or
     .jsonl path), or calibration text (also a folder, see `data.corpus.read_corpus`). validate: run
     the program before and after every pass on prompts and check its contract. seed: of random
@@ -135,6 +139,7 @@ def optimize(
         check_documents(cost)
     check_tolerance(chosen, tolerance)
     _remark(where)
+    model = local(model, revision)
     text = data if learns else None
     prompts = (lambda program: _validation_prompts(program, data, seed)) if validate else None
 

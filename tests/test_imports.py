@@ -32,7 +32,7 @@ FILES = [path for part in ALLOWED for path in sorted((ROOT / part).rglob("*.py")
 FRONT = (
     *("__main__", "cli", "serving", "mapping", "ready", "training", "measuring", "optimizing"),
     *("model", "chat", "exporting", "data", "tracing", "recipe_schema", "recipe", "artifact"),
-    *("report", "drawing", "_version"),
+    *("hub", "report", "drawing", "_version"),
 )
 """Files and folders of graftwork/, each above all that it imports."""
 

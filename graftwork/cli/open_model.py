@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..artifact.saved import is_saved
 from ..backends.cached_library import SHARED, begin
+from ..hub.download import local
 from ..ir import InputError, ModelInfo
 from ..model import Model, as_target, load
 from ..optimizing import optimize
@@ -34,6 +35,7 @@ def open_model(
     """Load a saved artifact, or optimize a checkpoint (default recipe: baseline). data: calibration
     text. known: called before tracing with the model's facts, its files, and whether texts must fit
     its context. runs: check that the device exists."""
+    source = str(local(source))
     if is_saved(Path(source)):
         if recipe is not None or settings or data is not None:
             raise InputError(f"{source} is a saved artifact; its recipe cannot be changed any more")

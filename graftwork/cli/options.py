@@ -10,7 +10,11 @@ import typer
 # Late imports: torch takes seconds, which `--help` does not need.
 
 ModelArg = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A checkpoint folder, .gguf or .onnx file.")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A checkpoint folder, .gguf or .onnx file, or org/name[@revision] of the Hub.",
+    ),
 ]
 
 

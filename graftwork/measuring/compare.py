@@ -14,6 +14,7 @@ from ..artifact.saved import tool_versions
 from ..backends.target import Target
 from ..data.calibration import check_text, evidence_for
 from ..data.prompts import Prompts, check_file, check_seed, read_prompts
+from ..hub.download import local
 from ..ir import InputError
 from ..ir.execution.executable import Executable
 from ..ir.support.scratch import Scratch
@@ -53,6 +54,7 @@ def compare(
     prompts.jsonl, else random tokens. text: calibration text, as `data` of `optimize`.
     Errors: `InputError` for an unknown recipe, system or target, before anything runs.
     """
+    model = local(model)
     against = _against(against, Path(model))
     check_seed(seed)
     chosen = recipes_with(recipes, settings)
