@@ -114,12 +114,14 @@ def test_the_page_is_one_file_and_its_text_is_no_markup(watched: tuple[Program, 
     info = replace(watched[0].info, model_type="<script>alert(1)</script>")
     program = watched[0].replace(info=info)
     page = program_page(program, watched[1].found, '"><img onerror=alert(1)>')
-    ET.fromstring(program_svg(program, "<b>&"))
+    ET.fromstring(program_svg(program, "<b>&\x00\ud800").encode())
     assert "<script" not in page and "<img" not in page
     assert "&lt;script&gt;" in page
     assert not re.search(r"""(src|href)\s*=|url\((?!#)|@import""", page)
     assert "default-src 'none'" in page
     assert page.count("<details") == len(watched[1].found) + len(program.functions)
+    without = program_page(program)  # as of an artifact
+    assert "tree_static" in without and without.count("<details") == len(program.functions)
 
 
 def test_boxes_do_not_overlap_and_edges_lead_down() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Sequence
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """What a browser may do with a page: show it."""
+
+_UNFIT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
 STYLE = """
 :root { color-scheme: light }
@@ -31,12 +34,14 @@ summary { cursor: pointer } summary b { font-weight: 600 }
 
 
 def escaped(text: object) -> str:
-    """Text for HTML.
+    """Text for HTML and SVG; what neither may hold (control characters, halves of characters) is
+    shown as a question mark.
 
-    >>> escaped("<b>")
-    '&lt;b&gt;'
+    >>> escaped("<b>"), escaped("a\\x00\\ud800")
+    ('&lt;b&gt;', 'a??')
     """
-    return html.escape(str(text))
+    plain = _UNFIT.sub("?", str(text))
+    return html.escape(plain)
 
 
 def page(title: str, *body: str) -> str:

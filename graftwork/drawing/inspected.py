@@ -32,6 +32,10 @@ def program_page(program: Program, passes: Sequence[Changes] = (), title: str = 
     if passes:
         what = "In the order in which they ran. + came, - went, ~ changed, > reads other values."
         body += ["<h2>Passes</h2>", f'<p class="quiet">{escaped(what)}</p>', *map(_pass, passes)]
+    elif program.provenance:  # of an artifact: what ran is known, what it changed is not
+        ran = [(p.name, p.matches, f"{p.seconds:.2f}", p.contract) for p in program.provenance]
+        heads = ("pass", "matches", "seconds", "contract")
+        body += ["<h2>Passes</h2>", table(heads, ran, text=(3,))]
     body.append("<h2>Functions</h2>")
     for i, function in enumerate(program.functions.values()):
         calls = len(function.calls())

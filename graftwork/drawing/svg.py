@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from ..ir.plan import DecodePlan
 from ..ir.text.printer import fields_of, record_text
 from .fold import Block, folded, layers_of
 from .graph import Box, Drawn, drawn, outputs_of
+from .html import escaped
 from .layout import layout
 
 COLOURS = {
@@ -166,7 +166,7 @@ def _box(box: Box, at: tuple[float, float], size: tuple[float, float]) -> str:
     round_ = 9 if box.kind in ("view", "port") else 3
     dash = ' stroke-dasharray="3 2"' if box.kind == "port" else ""
     parts = [
-        f"<g><title>{html.escape(box.whole)}</title>"
+        f"<g><title>{escaped(box.whole)}</title>"
         f'<rect x="{x - width / 2:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
         f'rx="{round_}" fill="{fill}" stroke="{stroke}"{dash}/>'
     ]
@@ -196,6 +196,8 @@ def _differences(block: Block) -> Part:
     lines = [(f"as {block.beside}, but", "v")]
     lines += [(f"+ {text}", "m") for text in block.more]
     lines += [(f"- {text}", "l") for text in block.less]
+    if not (block.more or block.less):
+        lines.append(("~ calls read other results", "v"))
     texts = [(_cut(text, 80), style, text) for text, style in lines]
     body = [_text(0, 10 + LINE * i, text, s, whole=w) for i, (text, s, w) in enumerate(texts)]
     width = max(CHAR * len(text) for text, _, _ in texts)
@@ -236,8 +238,8 @@ def _text(
 ) -> str:
     anchor = ' text-anchor="middle"' if middle else ""
     chosen = f' class="{style}"' if style else ""
-    tip = f"<title>{html.escape(whole)}</title>" if whole and whole != text else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}"{chosen}{anchor}>{html.escape(text)}{tip}</text>'
+    tip = f"<title>{escaped(whole)}</title>" if whole and whole != text else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}"{chosen}{anchor}>{escaped(text)}{tip}</text>'
 
 
 def _cut(text: str, longest: int = LONGEST) -> str:
