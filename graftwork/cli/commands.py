@@ -341,7 +341,8 @@ def demo(
     ] = None,
     quick: Annotated[bool, typer.Option(help="Fewer prompts and one round.")] = False,
 ) -> None:
-    """Run the bundled model with a few recipes on both backends, next to transformers."""
+    """Let SmolLM2 answer, or, where it is not installed, the bundled model go on, next to
+    transformers."""
     from ..artifact.destinations import check_file
     from .demo import run_demo
 

@@ -1,4 +1,5 @@
-"""`graftwork demo`: the bundled model with a few recipes on both backends, next to transformers."""
+"""`graftwork demo`: a model that answers, where it is installed (see `demo_chat`); else the bundled
+one with a few recipes on both backends. Both next to transformers."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from ..ir import InputError
 from ..measuring.compare import compare
+from .demo_chat import INSTALL, NAME, chat_model, run_chat_demo
 
 RECIPES = ("baseline", "copyspec", "int8", "int8_copyspec")
 # Steps of this small model are compute-bound, so draft tokens are expensive.
@@ -33,7 +36,19 @@ def demo_folder() -> Path:
 def run_demo(
     *, quick: bool = False, progress: Callable[[str], None] = lambda what: None
 ) -> tuple[RenderableType, dict[str, Any]]:
-    """Measure the demo's recipes; returns the table, and the figures as plain data.
+    """Run the demo; returns what to show, and the figures as plain data."""
+    path = chat_model()
+    if path is not None:
+        return run_chat_demo(path, quick=quick, progress=progress)
+    table, figures = run_bundled_demo(quick=quick, progress=progress)
+    note = f"The bundled model, which continues Python. To see {NAME} answer (93 MB): {INSTALL}"
+    return Group(Text(note), Text(), table), figures
+
+
+def run_bundled_demo(
+    *, quick: bool, progress: Callable[[str], None]
+) -> tuple[RenderableType, dict[str, Any]]:
+    """Measure recipes on the bundled model; returns the table, and the figures as plain data.
 
     Outputs are compared with transformers' token by token. The int8 recipes are approximate and run
     on ONNX Runtime only; the drafting one is compared with its own plain decoding.
