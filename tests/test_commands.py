@@ -22,6 +22,7 @@ SOURCES = ("MODEL", "MODEL_OR_DIR", "model.gguf", "model.onnx")
 GIVEN = {"TEXT|-": "abab", "A,B": "baseline,copyspec", "def main(": "abab"}
 LEAST = {
     "generate": "--max-new-tokens 4",
+    "map": "--max-new-tokens 4",
     "train": "--steps 1 --window 32 --batch 1",
     "tune": "--tokens 4 --prompts 1",
     "bench": "--tokens 4 --prompts 1 --repeats 1",
