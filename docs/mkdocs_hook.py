@@ -31,10 +31,14 @@ TOP = {
 _NAMES = "|".join(recipe.name for recipe in recipes())
 
 
-def on_config(config: Any) -> Any:
-    """A page a method in the navigation, by family; and the package as it is installed, for what
-    reads docstrings."""
+def on_startup(command: str, dirty: bool) -> None:
+    """Lay out the package as it is installed, for what reads docstrings: that leaves out folders
+    which are not there when it is configured."""
     _lay_out(ROOT / "build" / "api" / "graftwork")
+
+
+def on_config(config: Any) -> Any:
+    """A page a method in the navigation, by family."""
     families = methods_pages.by_family(recipes())
     methods = [
         {family: [f"methods/{recipe.name}.md" for recipe in chosen]}
