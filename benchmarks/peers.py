@@ -234,6 +234,8 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="time and memory of each process")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.windows < 2:
+        parser.error("--windows: two at least, whose differences have a standard error")
     sys.path.append(str(args.packages))  # after this environment's own
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
