@@ -66,6 +66,8 @@ def cases() -> Iterator[Any]:
     seen: set[tuple[str, str, str]] = set()
     for form in FORMS:
         command, *rest = form.split()
+        if any(word.upper().startswith("SMOLLM2") for word in rest):
+            continue  # what figures were taken by, on a model that is not here
         if command in ("demo", "chat", "serve"):
             continue  # `tests/test_demo.py`, `tests/test_chat.py`, `tests/test_serve.py`
         kinds = ["folder"]
