@@ -18,8 +18,8 @@ from graftwork.cli.commands import app
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-SOURCES = ("MODEL", "MODEL_OR_DIR", "model.gguf", "model.onnx")
-GIVEN = {"TEXT|-": "abab", "A,B": "baseline,copyspec", "def main(": "abab"}
+SOURCES = ("MODEL", "MODEL_OR_DIR", "model.gguf", "model.onnx", "SMOLLM2", "SmolLM2-135M-Instruct")
+GIVEN = {"TEXT|-": "abab", "A,B": "baseline,copyspec", "R": "baseline", "def main(": "abab"}
 LEAST = {
     "generate": "--max-new-tokens 4",
     "map": "--max-new-tokens 4",
@@ -66,8 +66,6 @@ def cases() -> Iterator[Any]:
     seen: set[tuple[str, str, str]] = set()
     for form in FORMS:
         command, *rest = form.split()
-        if any(word.upper().startswith("SMOLLM2") for word in rest):
-            continue  # what figures were taken by, on a model that is not here
         if command in ("demo", "chat", "serve"):
             continue  # `tests/test_demo.py`, `tests/test_chat.py`, `tests/test_serve.py`
         kinds = ["folder"]
@@ -107,13 +105,14 @@ def filled(form: str, source: Path, folder: Path) -> list[str]:
     (folder / "texts" / "a.txt").write_text("abcdabba" * 400)
     (folder / "prompts.txt").write_text("".join(f"abcd{i}\n" for i in range(40)))
     places = {"TEXTS": folder / "texts", "PROMPTS": folder / "prompts.txt", "NAME": "copyspec"}
+    places |= dict.fromkeys(("TEXT.jsonl", "PROSE"), folder / "texts")
     places |= dict.fromkeys(SOURCES, source)
     command, *rest = shlex.split(form.replace("TEXT|-", "'TEXT|-'"))
     if command == "tune":
         places["TEXTS"] = folder / "prompts.txt"
     given = [str(places.get(word, GIVEN.get(word, word))) for word in rest]
     for index, word in enumerate(given):
-        if word == "--out":
+        if word in ("--out", "--svg", "--html"):
             given[index + 1] = str(folder / given[index + 1])
     if command == "train":
         given = [*(["medusa" if word == "copyspec" else word for word in given])]
