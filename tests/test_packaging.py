@@ -55,19 +55,26 @@ def test_only_one_onnxruntime_is_installed() -> None:
     assert len(names & {"onnxruntime", "onnxruntime-gpu"}) == 1
 
 
-@pytest.mark.long
-def test_a_wheel_builds_and_works_where_it_is_installed(tmp_path: Path) -> None:
-    source = tmp_path / "source"
+def built_wheel(folder: Path) -> Path:
+    """The wheel of the package's files alone, made in a folder."""
+    source = folder / "source"
     source.mkdir()
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    for folder in FOLDERS.values():
+    for inner in FOLDERS.values():
         ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / folder, source / folder, ignore=ignore)
-    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path]
+        shutil.copytree(ROOT / inner, source / inner, ignore=ignore)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", folder]
     built = subprocess.run([*command, source], capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
-    (wheel,) = tmp_path.glob("*.whl")
+    shutil.rmtree(source)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.mark.long
+def test_a_wheel_builds_and_works_where_it_is_installed(tmp_path: Path) -> None:
+    wheel = built_wheel(tmp_path)
     names = zipfile.ZipFile(wheel).namelist()
     for package, folder in FOLDERS.items():
         for file in sorted((ROOT / folder).rglob("*.py")):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from test_packaging import FOLDERS, ROOT
+from test_packaging import ROOT, built_wheel
 
 pytestmark = pytest.mark.long
 
@@ -83,18 +82,7 @@ TEMPLATE = (
 def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an environment, in which the wheel and the client are."""
     room = tmp_path_factory.mktemp("room")
-    source = room / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
-    for folder in FOLDERS.values():
-        ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / folder, source / folder, ignore=ignore)
-    build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", room, source]
-    built = subprocess.run(build, capture_output=True, text=True)
-    assert built.returncode == 0, built.stdout + built.stderr
-    shutil.rmtree(source)
-    (wheel,) = room.glob("*.whl")
+    wheel = built_wheel(room)
     subprocess.run([sys.executable, "-m", "venv", room / "env"], check=True)
     pip = [room / "env" / "bin" / "python", "-m", "pip", "install", "--quiet"]
     wanted = ["-c", ROOT / "constraints.txt", f"{wheel}[{EXTRAS}]", "openai"]
