@@ -132,7 +132,11 @@ def _theirs(path: Path) -> Callable[..., Any]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32, local_files_only=True
+        path.parent,
+        gguf_file=path.name,
+        dtype=torch.float32,
+        local_files_only=True,
+        trust_remote_code=False,
     )
     return model.eval().generate  # type: ignore[no-any-return]
 
