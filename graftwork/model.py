@@ -37,6 +37,7 @@ from .runtime.asking.options import check_defaults
 from .runtime.asking.sources import FEATURES, TOKENS, takes_features
 from .runtime.cache.conversations import Conversations
 from .runtime.generation import check_request, forget, generate
+from .runtime.lore_files import load_learnt, save_learnt
 from .runtime.prefix import load_prefix, save_prefix
 from .runtime.scoring import score
 
@@ -289,6 +290,16 @@ class Model(Exports, Chats, Publishing):
         begin with it run only the rest. Errors: `InputError` for a damaged file, or one of another
         program."""
         return load_prefix(self.executable, plain_path("load_prefix", path))
+
+    def save_learnt(self, path: str | Path) -> int:
+        """Write what texts have taught the drafters (n-gram counts, recycled candidates) to a
+        safetensors file; its bytes. Errors: as `graftwork.runtime.lore_files.save_learnt`."""
+        return save_learnt(self.executable, plain_path("save_learnt", path))
+
+    def load_learnt(self, path: str | Path) -> None:
+        """Draft as if this model had written the texts that a file of `save_learnt` is of. Errors:
+        `InputError` for a damaged file, one of another vocabulary, or of other drafters."""
+        load_learnt(self.executable, plain_path("load_learnt", path))
 
     def save(
         self, folder: str | Path, *, progress: Callable[[str], None] = lambda name: None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
 from typing import Any, TypeAlias
 
@@ -21,6 +22,25 @@ def learnt(executable: Executable, owner: Hashable) -> dict[Any, Any]:
     """A dict of the owner's for what texts teach it, kept from call to call until `forget`."""
     kept: dict[Any, Any] = executable.scratch(LEARNT, shared=True).setdefault(owner, {})
     return kept
+
+
+class Lore(ABC):
+    """What a drafter has learned of texts, whichever they were: kept from call to call (see
+    `learnt`), and in files where somebody asks for that (`lore_files`). Made of the drafter's
+    record."""
+
+    @abstractmethod
+    def __init__(self, record: Any) -> None: ...
+
+    @abstractmethod
+    def tensors(self) -> Memo:
+        """All that is worth keeping, contiguous."""
+
+    @abstractmethod
+    def take(self, memo: Memo, vocabulary: int) -> None:
+        """Replace what is known by what `tensors` of the same kind gave, perhaps of another record.
+        Tokens are below `vocabulary`. Errors: `InputError` that says what is wrong with the
+        tensors, of which nothing is taken then."""
 
 
 class Resumes:

@@ -6,13 +6,11 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
 
 import torch
 
 from ..ir import InputError, Program, State, TensorType, function_text
 from ..ir.execution.executable import Executable
-from ..ir.support.scratch import replacing_file
 from ..ir.weight_files import SafetensorsFile, open_safetensors
 from .asking.request import read_request
 from .cache.conversations import (
@@ -25,12 +23,11 @@ from .cache.conversations import (
     rows_of,
 )
 from .loop import decode
+from .sealed_files import is_sealed, write_sealed
 
 FORMAT = "graftwork-prefix"
 VERSION = "2"
 _SAMPLE = 4096
-_UNSEALED = "0" * 64
-"""What stands in the header in the place of the file's own sha256 when that is made."""
 
 
 @torch.no_grad()
@@ -67,7 +64,7 @@ def save_prefix(executable: Executable, ids: torch.Tensor, path: Path) -> int:
     tensors |= {f"state.{name}": rows.contiguous() for name, rows in states.items()}
     tensors |= {f"memo.{name}": kept.contiguous() for name, kept in held.memo.items()}
     said = {"rows": str(held.rows), "position": str(held.position)}
-    _write(path, tensors, {**_marks(executable), **said})
+    write_sealed(path, tensors, {**_marks(executable), **said})
     return len(held.tokens)
 
 
@@ -89,7 +86,7 @@ def load_prefix(executable: Executable, path: Path) -> torch.Tensor:
                 f"its {name} is {said.get(name)!r}, expected {wanted[name]!r}; save it again with "
                 f"this model and recipe"
             )
-    if _digest(file, said.get("sha256", _UNSEALED)) != said.get("sha256"):
+    if not is_sealed(file):
         raise InputError(f"{path} is a damaged prefix: its sha256 is another; save it again")
     held = _Reader(path, file, program).read(said)
     with executable.turn:
@@ -205,40 +202,3 @@ def program_mark(program: Program) -> str:
         picked = torch.linspace(0, max(len(flat) - 1, 0), min(_SAMPLE, len(flat))).long()
         digest.update(name.encode() + flat[picked].numpy().tobytes())
     return digest.hexdigest()
-
-
-def _write(path: Path, tensors: dict[str, torch.Tensor], said: dict[str, str]) -> None:
-    """Written beside the path first: a reader sees the old file or the new one."""
-    from safetensors.torch import save_file
-
-    if not path.parent.is_dir():
-        raise InputError(f"cannot write {path}: there is no folder {path.parent}")
-    with replacing_file(path) as partial:
-        save_file(tensors, partial, metadata={**said, "sha256": _UNSEALED})
-        seal(partial)
-
-
-def seal(path: Path) -> None:
-    """Put the sha256 of a file into its header, in the place of what stands there."""
-    file = SafetensorsFile(path)
-    said = file.metadata()["sha256"]
-    made = _digest(file, said).encode()
-    with path.open("r+b") as written:
-        head = _head(written)
-        written.seek(0)
-        written.write(head.replace(said.encode(), made, 1))
-
-
-def _digest(file: SafetensorsFile, said: str) -> str:
-    """sha256 of a file whose header says `said` in the place of it."""
-    with file.raw() as raw:
-        digest = hashlib.sha256(_head(raw).replace(said.encode(), _UNSEALED.encode(), 1))
-        while piece := raw.read(2**20):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
-def _head(file: IO[bytes]) -> bytes:
-    """The length of the header, and the header."""
-    size = file.read(8)
-    return size + file.read(int.from_bytes(size, "little"))

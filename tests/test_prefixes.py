@@ -20,7 +20,7 @@ from graftwork.backends.target import Target
 from graftwork.ir import InputError, Program
 from graftwork.model import Model, load
 from graftwork.runtime.cache.conversations import Conversations
-from graftwork.runtime.prefix import seal
+from graftwork.runtime.sealed_files import seal
 
 TEXT = torch.randint(1, 12, (1, 50), generator=torch.Generator().manual_seed(0))
 MORE = torch.randint(1, 12, (1, 6), generator=torch.Generator().manual_seed(1))

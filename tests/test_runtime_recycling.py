@@ -6,11 +6,14 @@ import pytest
 import torch
 from runtime_models import TableExecutable, markov, plain, program, setting, whole
 
+from graftwork.ir import InputError
 from graftwork.ir.plan import FirstDraft, MergedDraft, StaticTree
 from graftwork.passes.drafting.recycling import RecyclingDraft, RecyclingDrafter
 from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.runtime import generate
 from graftwork.runtime.feeding.draft import Draft
+from graftwork.runtime.lore_files import load_learnt, save_learnt
+from graftwork.runtime.memo import learnt
 from graftwork.runtime.speculate.drafters.combining import merged
 
 VOCAB = 12
@@ -71,6 +74,34 @@ def test_tables_outlive_a_request():
     model = executable(rule, RECYCLING)
     first, second = (run(model, [1, 2, 3], 24).stats.steps for _ in range(2))
     assert second <= 24 // 6 + 1 < first
+
+
+def test_tables_go_through_a_file(tmp_path):
+    rule, path = markov(VOCAB, seed=5, scale=2.0), tmp_path / "learnt"
+    first = executable(rule, RECYCLING)
+    once = run(first, [1, 2, 3], 24).stats.steps
+    save_learnt(first, path)
+    again = executable(rule, RECYCLING)
+    load_learnt(again, path)
+    assert run(again, [1, 2, 3], 24).stats.steps == run(first, [1, 2, 3], 24).stats.steps < once
+    for record, said in (
+        (RecyclingDraft(nodes=12, depth=6, successors=3), "expected 3 successors"),
+        (RecyclingDraft(nodes=12, depth=6, successors=4, context=2), "1 to 2 tokens"),
+    ):
+        with pytest.raises(InputError, match=said):
+            load_learnt(executable(rule, record), path)
+    (known,) = learnt(first, RecyclingDrafter).values()
+    memo = known.tensors()
+    for name, row, said in (
+        ("successors.1", [VOCAB, 0, 0, 0], "outside 0..11"),
+        ("successors.1", [-1, 0, 0, 0], "below 0"),
+        ("contexts.3", [0, 0, -1], "below 0"),
+        ("contexts.3", [0, -2, 0], "below 0"),
+    ):
+        wrong = memo[name].clone()
+        wrong[0] = torch.tensor(row)
+        with pytest.raises(InputError, match=said):
+            known.take({**memo, name: wrong}, VOCAB)
 
 
 def test_ragged_batches_share_the_tables():

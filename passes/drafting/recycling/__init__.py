@@ -20,12 +20,15 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import ClassVar, TypeAlias
 
+import torch
+
+from ....ir import InputError
 from ....ir.plan import DecodePlan, DraftRecord, Returned, policy
 from ....ir.plan.bounds import Levels, Nodes, Rates
 from ....ir.types import TensorType, ValueType
 from ....runtime.feeding.draft import NO_DRAFT, Draft, VerifiedStep
-from ....runtime.memo import learnt
-from ....runtime.speculate.drafters.base import DRAFTERS, Drafter
+from ....runtime.memo import Lore, Memo
+from ....runtime.speculate.drafters.base import DRAFTERS, Drafter, lore_of
 from ....runtime.speculate.setting import Setting
 
 RATES = (
@@ -113,17 +116,75 @@ class Table:
         return self.new.get(context) or self.old.get(context)
 
 
+class Tables(Lore):
+    """A table for each length of context."""
+
+    def __init__(self, record: RecyclingDraft) -> None:
+        self.context, self.most = record.context, record.successors
+        self.tables = [Table() for _ in range(record.context)]
+
+    def tensors(self) -> Memo:
+        """contexts.N: i32[M,N], of N tokens each; successors.N: i32[M,K], -1 where there are fewer;
+        those that were not seen for longest first."""
+        found: dict[str, torch.Tensor] = {}
+        for size, table in enumerate(self.tables, 1):
+            known = [*table.old.items(), *table.new.items()]
+            rows = [(*after, *(-1,) * (self.most - len(after))) for _, after in known]
+            contexts = torch.tensor([context for context, _ in known], dtype=torch.int32)
+            found[f"contexts.{size}"] = contexts.reshape(-1, size)
+            successors = torch.tensor(rows, dtype=torch.int32)
+            found[f"successors.{size}"] = successors.reshape(-1, self.most)
+        return found
+
+    def take(self, memo: Memo, vocabulary: int) -> None:
+        sizes = range(1, self.context + 1)
+        wanted = {f"{name}.{size}" for name in ("contexts", "successors") for size in sizes}
+        if memo.keys() != wanted:
+            raise InputError(f"expected tables of contexts of 1 to {self.context} tokens")
+        tables = []
+        for size in sizes:
+            contexts, after = memo[f"contexts.{size}"], memo[f"successors.{size}"]
+            shapes = contexts.dim() == after.dim() == 2 and len(contexts) == len(after)
+            if not shapes or (contexts.dtype, after.dtype) != (torch.int32, torch.int32):
+                raise InputError("expected contexts i32[M,N] and successors i32[M,K]")
+            if (contexts.shape[1], after.shape[1]) != (size, self.most):
+                raise InputError(
+                    f"expected {self.most} successors of {size} tokens, got {after.shape[1]} of "
+                    f"{contexts.shape[1]}"
+                )
+            tables.append(_table(contexts, after, vocabulary))
+        self.tables = tables
+
+
+def _table(contexts: torch.Tensor, successors: torch.Tensor, vocabulary: int) -> Table:
+    """A table of a file. Errors: `InputError` for ids that the vocabulary has not."""
+    table = Table()
+    if not len(contexts):
+        return table
+    # Before a text's first token there are none: -1.
+    ends = contexts[:, -1]
+    known = int(successors[:, 0].min()) >= 0 and int(ends.min()) >= 0
+    if not known or min(int(contexts.min()), int(successors.min())) < -1:
+        raise InputError("token ids below 0")
+    if max(int(contexts.max()), int(successors.max())) >= vocabulary:
+        raise InputError(f"token ids outside 0..{vocabulary - 1}")
+    for context, after in zip(contexts.tolist(), successors.tolist(), strict=True):
+        table.put(tuple(context), tuple(token for token in after if token >= 0))
+    return table
+
+
 @DRAFTERS.register(RecyclingDraft)
 class RecyclingDrafter(Drafter):
     """Grows trees out of the tables. See the module docstring."""
 
     record: RecyclingDraft
     wants = ("top_tokens",)
+    lore = Tables
 
     def __init__(self, record: RecyclingDraft, setting: Setting) -> None:
         super().__init__(record, setting)
-        kept: dict[RecyclingDraft, list[Table]] = learnt(setting.executable, RecyclingDrafter)
-        self.tables = kept.setdefault(record, [Table() for _ in range(record.context)])
+        known: Tables = lore_of(setting.executable, RecyclingDrafter, record)
+        self.tables = known.tables
         # Ranks and contexts beyond those that were measured count as the last one.
         rows = [record.rates[min(c, len(record.rates) - 1)] for c in range(record.context)]
         most = range(record.successors)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from ....ir import UnsupportedError
-from ....ir.plan import NoDraft
+from ....ir.execution.executable import Executable
+from ....ir.plan import DraftRecord, NoDraft
 from ...feeding.draft import NO_DRAFT, Draft, VerifiedStep
 from ...feeding.outputs import integers
+from ...memo import Lore, learnt
 from ...registry import Registry
 from ..follower import Follower
 from ..setting import Setting
@@ -19,7 +21,11 @@ class Drafter(Follower, ABC):
     """Proposes tokens for every unfinished sequence of a batch before each step.
 
     Register a subclass with ``@DRAFTERS.register(ItsRecord)`` in its own file of this folder.
+    lore: what holds all that it learns of texts from call to call (`lore_of`); None: it learns
+    nothing that outlives a text, or nothing that a file could keep.
     """
+
+    lore: ClassVar[type[Lore] | None] = None
 
     def __init__(self, record: Any, setting: Setting) -> None:
         self.record, self.executable, self.options = record, setting.executable, setting.options
@@ -80,6 +86,15 @@ class ChainDrafter(Drafter):
 
 
 DRAFTERS: Registry[Drafter] = Registry(__package__)
+
+
+def lore_of(executable: Executable, drafter: type[Drafter], record: DraftRecord) -> Any:
+    """What a drafter has learned of texts so far, an instance of its `lore`."""
+    assert drafter.lore is not None
+    kept = learnt(executable, drafter)
+    if record not in kept:
+        kept[record] = drafter.lore(record)
+    return kept[record]
 
 
 @DRAFTERS.register(NoDraft)
