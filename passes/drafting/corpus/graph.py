@@ -12,14 +12,16 @@ After (path="corpus.txt")::
     decode {
       draft = corpus(weight="corpus", tokens=16, shortest=2)
 
-A text file is read by the model's own tokenizer. A .json file holds token ids: a list, or a list
-of lists, a document each. They become a weight, so that a saved program needs no file (SAM
+A text file is read by the model's own tokenizer; of a .jsonl file each line, ``{"text": ...}`` or
+``{"ids": [...]}``, is a document. A .json file holds token ids: a list, or a list of lists, a
+document each. They become a weight, so that a saved program needs no file (SAM
 decoding, Hu et al. 2024). Refuses a file that holds no tokens of the vocabulary, text for a model
 that came without a tokenizer, and a program that has a corpus already.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,7 +41,8 @@ WEIGHT = "corpus"
 
 @builds(CorpusDraft)
 class DraftCorpus(RecordPass):
-    """path: the corpus, a text file or a .json file of token ids. The rest: see the record."""
+    """path: the corpus, a text file, a .jsonl file or a .json file of token ids. The rest: see the
+    record."""
 
     path: str = ""
 
@@ -57,43 +60,68 @@ class DraftCorpus(RecordPass):
                 "draft_corpus: expected a corpus, got none: set the option path to a text file or "
                 "a .json file of token ids (--set draft_corpus.path=FILE)"
             )
-        tokens = self._tokens(program)
+        tokens = corpus_tokens(self.name, Path(self.path), program)
         weight = Weight.of(WEIGHT, torch.tensor(tokens, dtype=torch.int64))
         added = program.replace(weights=program.weights.adding(weight))
         return Outcome(with_draft(added, self.made(weight=WEIGHT)), 1)
 
-    def _tokens(self, program: Program) -> list[int]:
-        """The corpus, with -1 after each document."""
-        path = Path(self.path)
-        if path.suffix == ".json":
-            return read_tokens(self.name, path, program.info.vocab_size)
-        try:
-            text = read_text(path, LARGE)
-        except (OSError, UnicodeDecodeError) as error:
-            raise PassError(f"draft_corpus: cannot read text from {path}: {error}") from error
-        tokens = _encoded(program, path, text)
-        if not tokens:
-            raise PassError(f"draft_corpus: expected text in {path}, which holds none")
-        if max(tokens) >= program.info.vocab_size:
-            raise PassError(
-                f"draft_corpus: the tokenizer makes token {max(tokens)} of {path}, outside the "
-                f"model's vocabulary of {program.info.vocab_size}"
-            )
-        return [*tokens, -1]
+
+def corpus_tokens(owner: str, path: Path, program: Program) -> list[int]:
+    """A corpus file's tokens, with -1 after each document. Errors: `PassError` naming the pass
+    `owner` and the file."""
+    if path.suffix == ".json":
+        return read_tokens(owner, path, program.info.vocab_size)
+    try:
+        text = read_text(path, LARGE)
+    except (OSError, UnicodeDecodeError) as error:
+        raise PassError(f"{owner}: cannot read text from {path}: {error}") from error
+    if path.suffix == ".jsonl":
+        documents = [
+            _json_line(owner, f"{path}:{number}", line, program)
+            for number, line in enumerate(text.split("\n"), start=1)
+            if line.strip()
+        ]
+    else:
+        documents = [_encoded(owner, path, program, text)]
+    tokens = [token for document in documents if document for token in (*document, -1)]
+    if not tokens:
+        raise PassError(f"{owner}: expected text in {path}, which holds none")
+    vocabulary = program.info.vocab_size
+    if max(tokens) >= vocabulary or any(min(d, default=0) < 0 for d in documents):
+        made = max(tokens) if max(tokens) >= vocabulary else min(map(min, filter(None, documents)))
+        raise PassError(
+            f"{owner}: token {made} of {path} is outside the model's vocabulary of {vocabulary}: "
+            f"tokenize it with the model's own tokenizer"
+        )
+    return tokens
 
 
-def _encoded(program: Program, path: Path, text: str) -> list[int]:
+def _json_line(owner: str, where: str, line: str, program: Program) -> list[int]:
+    """The tokens of a line of a .jsonl file."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise PassError(f"{owner}: {where}: not JSON: {error}") from error
+    if isinstance(entry, dict) and isinstance(entry.get("text"), str):
+        return _encoded(owner, Path(where), program, entry["text"])
+    ids = entry.get("ids") if isinstance(entry, dict) else None
+    if isinstance(ids, list) and all(map(_is_id, ids)):
+        return ids
+    raise PassError(f'{owner}: {where}: expected {{"text": "..."}} or {{"ids": [...]}}')
+
+
+def _encoded(owner: str, path: Path, program: Program, text: str) -> list[int]:
     """Text as the model reads it, without tokens that mark its begin or end."""
     tokenizer = program.assets.get("tokenizer.json")
     if tokenizer is None:
         raise PassError(
-            f"draft_corpus: {path} is text, and {program.name} came without a tokenizer.json: give "
+            f"{owner}: {path} is text, and {program.name} came without a tokenizer.json: give "
             f"token ids in a .json file"
         )
     try:
         return encode(read_tokenizer(tokenizer), text, marked=False)
     except InputError as error:
-        raise PassError(f"draft_corpus: {error}") from error
+        raise PassError(f"{owner}: {error}") from error
 
 
 def read_tokens(owner: str, path: Path, vocabulary: int) -> list[int]:
