@@ -37,7 +37,7 @@ CALLS: dict[str, tuple[Any, list[str], dict[str, Any]]] = {
         [QUERIES, KEYS, KEYS, MASK],
         {"scale": 0.5, "softcap": 3.0, "sinks": "f32[4]"},
     ),
-    "scores": (G.top_rows.default, [QUERIES, KEYS, MASK], {"scale": 0.5, "rows": 1}),
+    "scores": (G.top_rows.default, [QUERIES, KEYS, MASK], {"scale": 0.5, "rows": 1, "picks": 2}),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import Any
 
@@ -64,23 +65,31 @@ def best(ranks: dict[int, float], rows: int) -> list[int]:
 
 
 def picked_by_hand(q: Any, k: Any, mask: Any, rows: int, scale: float) -> list[int]:
-    """Of one token and one head: q [D], k [C,D], mask [C]."""
-    ranks = {r: round(float(q @ k[r]) * scale * 1024) for r in range(len(k)) if mask[r]}
-    return best(ranks, rows)
+    """Of one token and the heads that pick together: q [heads,D], k [C,D], mask [C]."""
+    seen = [r for r in range(len(k)) if mask[r]]
+    scores = [{r: float(head @ k[r]) * scale for r in seen} for head in q]
+    totals = [sum(math.exp(score) for score in head.values()) for head in scores]
+    if len(q) > 1:
+        both = zip(scores, totals, strict=True)
+        logs = [{r: x - math.log(n) for r, x in head.items()} for head, n in both]
+        scores = [{r: max(head[r] for head in logs) for r in seen}]
+    return best({r: round(score * 1024) for r, score in scores[0].items()}, rows)
 
 
-@given(st.integers(0, 99), st.sampled_from((1, 4, 12)))
-def test_rows_are_picked_as_by_hand_ties_included(seed, rows):
+@given(st.integers(0, 99), st.sampled_from((1, 4, 12)), st.sampled_from((2, 4)))
+def test_rows_are_picked_as_by_hand_ties_included(seed, rows, picks):
     random = torch.Generator().manual_seed(seed)
     # Few different keys, of whole numbers: many rows get the very same attention.
     k = torch.randint(-1, 2, (2, 2, 9, 2), generator=random).double()
     q = torch.randint(-2, 3, (2, 4, 3, 2), generator=random).double()
     mask = torch.rand(2, 1, 3, 9, generator=random) < 0.6
     mask[..., 2] = True
-    got = top_rows(q.float(), k.float(), mask, rows=rows, scale=0.5)
-    for b, h, t in ((b, h, t) for b in range(2) for h in range(4) for t in range(3)):
-        want = picked_by_hand(q[b, h, t], k[b, h // 2], mask[b, 0, t], rows, 0.5)
-        assert got[b, h, t].tolist() == want
+    got = top_rows(q.float(), k.float(), mask, rows=rows, picks=picks, scale=0.5)
+    each = 4 // picks
+    for b, r, t in product(range(2), range(picks), range(3)):
+        heads = q[b, r * each : (r + 1) * each, t]
+        want = picked_by_hand(heads, k[b, r * 2 // picks], mask[b, 0, t], rows, 0.5)
+        assert got[b, r, t].tolist() == want
 
 
 @pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}])
@@ -139,15 +148,16 @@ def test_kernels_read_picked_rows_as_the_op_says(seed, width, count, picks, soft
     st.sampled_from((1, 6, 40, 90)),
     st.sampled_from((None, 2.0)),
     st.sampled_from((2, 6, 8, 24)),
+    st.sampled_from((2, 4)),
 )
-def test_kernels_pick_the_rows_that_the_op_says(seed, width, rows, softcap, dim):
+def test_kernels_pick_the_rows_that_the_op_says(seed, width, rows, softcap, dim, picks):
     random = torch.Generator().manual_seed(seed)
     # Of whole numbers products are exact, and many are the same.
     q = torch.randint(-2, 3, (2, 4, width, dim), generator=random).float()
     k = torch.randint(-2, 3, (2, 2, 61, dim), generator=random).float()
     mask = torch.rand(2, 1, width, 61, generator=random) < 0.7
     mask[0, :, 0, :] = False  # a token that sees nothing
-    how = {"rows": rows, "scale": 0.25, "softcap": softcap}
+    how = {"rows": rows, "picks": picks, "scale": 0.25, "softcap": softcap}
     want = top_rows(q, k, mask, **how)
     assert torch.equal(cpu.OWN["top_rows"](q, k, mask, **how), want)
     onnx = {**how, "softcap": softcap or 0.0}
@@ -233,20 +243,21 @@ def _fed(program: Program) -> dict[str, torch.Tensor]:
 
 def test_layers_between_read_what_the_one_before_has_picked():
     """Yang et al. (2024): all rows in layers 0 and 1; layers 2 and 4 read all and pick."""
-    rows, seen = read_rows(sparse("attention"))
+    rows, seen = read_rows(sparse("attention", by="heads"))
     assert sorted(rows) == [3, 5]
     causal = torch.ones(20, 20).tril().bool()
     for layer, picker in ((3, 2), (5, 4)):
         for h in range(4):
             for t in range(20):
-                q, k = seen[f"q.{picker}"][0, h, t], seen[f"k.{picker}"][0, h // 2]
+                q, k = seen[f"q.{picker}"][0, h : h + 1, t], seen[f"k.{picker}"][0, h // 2]
                 want = picked_by_hand(q.double(), k.double(), causal[t], 7, 16**-0.5)
                 assert rows[layer][0, h, t].tolist() == want
 
 
-def test_each_layer_picks_by_its_labels():
+@pytest.mark.parametrize("by", ["groups", "heads"])
+def test_each_layer_picks_by_its_labels(by):
     """Yang et al. (2024): products of a few channels, keys' in 4 bits, stand for all."""
-    program = sparse("labels")
+    program, picks = sparse("labels", by=by), {"groups": 2, "heads": 4}[by]
     rows, seen = read_rows(program)
     assert sorted(rows) == list(range(6))
     causal = torch.ones(20, 20).tril().bool()
@@ -255,11 +266,11 @@ def test_each_layer_picks_by_its_labels():
         q = take_channels(seen[f"q.{layer}"], channels)
         codes = quantize_rows(take_channels(seen[f"k.{layer}"], channels), bits=4, turned=False)
         k = stored_values(*codes, 4)
-        for h in range(4):
-            for t in range(20):
-                asked, keys = q[0, h, t].double(), k[0, h // 2].double()
-                want = picked_by_hand(asked, keys, causal[t], 7, 16**-0.5)
-                assert rows[layer][0, h, t].tolist() == want
+        for r, t in product(range(picks), range(20)):
+            asked = q[0, r * 4 // picks : (r + 1) * 4 // picks, t].double()
+            keys = k[0, r * 2 // picks].double()
+            want = picked_by_hand(asked, keys, causal[t], 7, 16**-0.5)
+            assert rows[layer][0, r, t].tolist() == want
 
 
 @pytest.mark.parametrize("target", ["eager", "onnxruntime"])

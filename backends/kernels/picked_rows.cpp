@@ -21,12 +21,12 @@ struct Channels {
     int64_t B, H, G, T, D, R;
 };
 
-// `graftwork.top_rows`: q [B,H,T,D], k [B,G,C,D], mask [B,1,T,C]; picked [B,H,T,N].
+// `graftwork.top_rows`: q [B,H,T,D], k [B,G,C,D], mask [B,1,T,C]; picked [B,R,T,N].
 struct Top {
     const float *q, *k;
     const uint8_t* mask;
     int64_t* picked;
-    int64_t B, H, G, T, C, D, N, rows;
+    int64_t B, H, G, R, T, C, D, N, rows, picks;
     Number scale, softcap;
 };
 
@@ -37,7 +37,7 @@ struct TopStored {
     const float* steps;
     const uint8_t* mask;
     int64_t* picked;
-    int64_t B, H, G, T, C, D, K, N, bits, rows;
+    int64_t B, H, G, R, T, C, D, K, N, bits, rows, picks;
     Number scale, softcap;
 };
 
@@ -153,10 +153,47 @@ void score(
     });
 }
 
+// The largest share of attention that one of `heads` queries, which see the same, gives a row, as its
+// logarithm: `best`, over the rows of a span; it is filled up to whole vectors.
+template <class Make>
+Span share(
+    const Rows& keys, int64_t rows, float scale, float softcap, int64_t heads, const Make& make,
+    std::vector<float>& best) {
+    Span all = {};
+    score(keys, rows, scale, softcap, 0, heads, make,
+          [&](int64_t head, const float* scores, const Span& span) {
+              const int64_t count = (span.rows() + LANES - 1) / LANES * LANES;
+              if (head == 0) best.assign(count, -INFINITY);
+              const float total = log_sum(scores, count);
+              for (int64_t c = 0; c < count; c++) best[c] = std::max(best[c], scores[c] - total);
+              all = span;
+          });
+    return all;
+}
+
+// As `pick`, of heads that pick together.
+template <class Given, class Keys>
+void pick_together(const Given& of, const Team& team, int64_t bytes, const Keys& keys_of) {
+    const int64_t heads = of.H / of.R;
+    const int64_t work = of.C * heads * (bytes + 4 * int64_t(sizeof(Lanes)));
+    team.each(of.B * of.R * of.T, work, [&](int64_t place) {
+        static thread_local std::vector<float> best;
+        const int64_t pick = place / of.T, t = place % of.T;
+        const uint8_t* const mask = of.mask + (pick / of.R * of.T + t) * of.C;
+        const auto make = [&](int64_t head, int64_t) {
+            return marked(of.q + ((pick * heads + head) * of.T + t) * of.D, mask, of.C);
+        };
+        const Rows keys = keys_of(pick / (of.R / of.G));
+        const Span span = share(keys, of.C, of.scale, of.softcap, heads, make, best);
+        choose(best.data(), span, of.N, of.picked + place * of.N);
+    });
+}
+
 // keys_of: the keys of a group. bytes: of one.
 template <class Given, class Keys>
 void pick(const Given& of, const Team& team, int64_t bytes, const Keys& keys_of) {
     want(of.rows >= 1, "rows must be at least 1");
+    if (of.R != of.H) return pick_together(of, team, bytes, keys_of);
     const int64_t rows = of.H / of.G * of.T;
     // To choose takes as long as to read some vectors of scores.
     const int64_t work = of.C * (bytes + 4 * int64_t(sizeof(Lanes)));
@@ -212,23 +249,17 @@ KERNEL(chunk_rows, Chunks) {
         static thread_local std::vector<int64_t> chosen;
         const int64_t group = place / of.T, t = place % of.T, b = group / of.G;
         const int64_t begin = of.past[b] - of.past[b] % of.block;
-        const Span known = {0, std::min(of.S, begin / of.chunk)};
-        best.assign((known.end + LANES - 1) / LANES * LANES, -INFINITY);
+        const int64_t known = std::min(of.S, begin / of.chunk);
         const auto make = [&](int64_t head, int64_t) {
             Query query = {};
             query.values = of.q + ((group * each + head) * of.T + t) * of.D;
-            query.open = query.end = known.end;
+            query.open = query.end = known;
             return query;
         };
         const Rows marks = {of.marks + group * of.S * of.D, nullptr, of.D, 32};
-        score(marks, of.S, of.scale, of.softcap, 0, each, make,
-              [&](int64_t, const float* scores, const Span&) {
-                  const float total = log_sum(scores, best.size());
-                  for (size_t c = 0; c < best.size(); c++)
-                      best[c] = std::max(best[c], scores[c] - total);
-              });
+        const Span span = share(marks, of.S, of.scale, of.softcap, each, make, best);
         chosen.resize(of.chunks);
-        choose(best.data(), known, of.chunks, chosen.data());
+        choose(best.data(), span, of.chunks, chosen.data());
         int64_t* to = of.picked + place * of.W;
         for (int64_t chunk : chosen)
             for (int64_t i = 0; i < of.chunk; i++) *to++ = chunk < 0 ? -1 : chunk * of.chunk + i;

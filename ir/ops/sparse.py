@@ -52,34 +52,46 @@ def _top_samples() -> Iterator[Sample]:
     mask = torch.rand(2, 1, 3, 9) < 0.6
     mask[..., 0] = True
     q, k = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 9, 8)
-    yield (q, k, mask), {"rows": 4, "scale": 0.3}
-    yield (q, k, mask), {"rows": 12, "scale": 0.3, "softcap": 2.0}
+    yield (q, k, mask), {"rows": 4, "picks": 4, "scale": 0.3}
+    yield (q, k, mask), {"rows": 4, "picks": 2, "scale": 0.3}
+    yield (q, k, mask), {"rows": 12, "picks": 2, "scale": 0.3, "softcap": 2.0}
 
 
 @op(
-    "q: BHTD, k: BGCD, mask: bool B1TC, H % G, rows >= 1, N = rows -> i64 BHTN",
+    "q: BHTD, k: BGCD, mask: bool B1TC, R = picks, H % R, R % G, rows >= 1, N = rows -> i64 BRTN",
     samples=_top_samples,
-    native=Native("BHGTCDN", cast="q k"),
+    native=Native("BHGRTCDN", cast="q k"),
 )
 def top_rows(
-    q: Tensor, k: Tensor, mask: Tensor, *, rows: int, scale: float, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor,
+    *,
+    rows: int,
+    picks: int,
+    scale: float,
+    softcap: float | None = None,
 ) -> Tensor:
-    """The rows with the highest attention of each head and token: i64[B,H,T,rows], ascending.
+    """The rows with the highest attention of each token, by heads: i64[B,picks,T,rows], ascending.
 
-    ``%r: i64[B,H,T,256] = graftwork.top_rows(%q, %keys, %m, rows=256, scale=0.125)``
+    ``%r: i64[B,3,T,256] = graftwork.top_rows(%q, %keys, %m, rows=256, picks=3, scale=0.125)``
 
     q [B,H,T,D] and k [B,G,C,D], or some channels of both; mask, scale, softcap as in `attend`.
-    Scores are in 1/1024 and bounded to 4,095 on both sides, ties in favour of the later row. If a
+    H/picks consecutive heads of a group pick together (picks is between G and H): by the largest
+    share of attention that one of them gives a row, as its logarithm; a head alone by its scores.
+    These are in 1/1024 and bounded to 4,095 on both sides, ties in favour of the later row. If a
     token sees fewer than `rows` rows, the rest are -1.
     """
-    return _first(_products(q, k, scale, softcap), mask, rows)
+    return _first(_together(_products(q, k, scale, softcap), mask, picks), mask, rows)
 
 
 def _labelled_samples() -> Iterator[Sample]:
     mask = torch.rand(2, 1, 3, 9) < 0.6
     mask[..., 0] = True
     codes, steps = quantize_rows(torch.randn(2, 2, 9, 8), bits=4, turned=False)
-    yield (torch.randn(2, 4, 3, 8), codes, steps, mask), {"bits": 4, "rows": 4, "scale": 0.3}
+    of = torch.randn(2, 4, 3, 8), codes, steps, mask
+    yield of, {"bits": 4, "rows": 4, "picks": 4, "scale": 0.3}
+    yield of, {"bits": 4, "rows": 4, "picks": 2, "scale": 0.3}
 
 
 def _check_labels(given: Operands, bits: int) -> None:
@@ -87,11 +99,11 @@ def _check_labels(given: Operands, bits: int) -> None:
 
 
 @op(
-    "q: BHTD, K = D * bits // 8, codes: u8 BGCK, S = 2, steps: f32 BGCS, mask: bool B1TC, H % G, "
-    "rows >= 1, N = rows -> i64 BHTN",
+    "q: BHTD, K = D * bits // 8, codes: u8 BGCK, S = 2, steps: f32 BGCS, mask: bool B1TC, "
+    "R = picks, H % R, R % G, rows >= 1, N = rows -> i64 BRTN",
     samples=_labelled_samples,
     also=_check_labels,
-    native=Native("BHGTCDKN", cast="q"),
+    native=Native("BHGRTCDKN", cast="q"),
 )
 def top_stored_rows(
     q: Tensor,
@@ -101,18 +113,20 @@ def top_stored_rows(
     *,
     bits: int,
     rows: int,
+    picks: int,
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
     """`top_rows` of keys in few bits.
 
-    ``%r: i64[B,H,T,256] = graftwork.top_stored_rows(%q, %codes, %steps, %m, bits=4, rows=256,
-    scale=0.125)``
+    ``%r: i64[B,3,T,256] = graftwork.top_stored_rows(%q, %codes, %steps, %m, bits=4, rows=256,
+    picks=3, scale=0.125)``
 
-    codes u8[B,G,C,D*bits/8] and steps f32[B,G,C,2], see `quantize_rows`; q, mask, rows, scale and
-    softcap as in `top_rows`.
+    codes u8[B,G,C,D*bits/8] and steps f32[B,G,C,2], see `quantize_rows`; q, mask, rows, picks,
+    scale and softcap as in `top_rows`.
     """
-    return _first(_products(q, stored_values(codes, steps, bits), scale, softcap), mask, rows)
+    scores = _products(q, stored_values(codes, steps, bits), scale, softcap)
+    return _first(_together(scores, mask, picks), mask, rows)
 
 
 def _products(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -122,6 +136,16 @@ def _products(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tens
     # Products by cache rows: the smaller operand, not the keys, is transposed.
     scores = torch.matmul(k.float(), queries.transpose(2, 3)).transpose(2, 3) * scale
     return capped(scores.reshape(batch, heads, width, k.shape[2]), softcap)
+
+
+def _together(scores: Tensor, mask: Tensor, picks: int) -> Tensor:
+    """Scores of heads f32[B,H,T,C] as those of heads that pick together, f32[B,picks,T,C], where
+    mask, bool [B,1,T,C], shows rows: see `top_rows`."""
+    if scores.shape[1] == picks:
+        return scores
+    shares = scores.masked_fill(~mask, -1e30).log_softmax(-1)
+    batch, heads, *rest = shares.shape
+    return shares.reshape(batch, picks, heads // picks, *rest).amax(2)
 
 
 def _first(scores: Tensor, mask: Tensor, rows: int) -> Tensor:

@@ -10,7 +10,7 @@ Before, of each layer::
 After (pick "attention", full 2, picks 2): layer 2 reads everything and picks, layer 3 and those
 behind it read what was picked, until another layer picks::
 
-      %r: i64[B,H,T,256] = graftwork.top_rows(%q2, %kw2, %m, rows=256, scale=0.125)
+      %r: i64[B,G,T,256] = graftwork.top_rows(%q2, %kw2, %m, rows=256, picks=3, scale=0.125)
       %y: f32[B,H,T,64] = graftwork.attend_rows(%q, %kw, %vw, %r, scale=0.125)
 
 After (pick "labels"): every layer picks for itself, by a few channels of its keys in 4 bits::
@@ -20,16 +20,18 @@ After (pick "labels"): every layer picks for itself, by a few channels of its ke
       %s: (u8[B,G,T,4], f32[B,G,T,2]) = graftwork.quantize_rows(%l, bits=4, turned=False)
       ...
       %a: f32[B,H,T,8] = graftwork.take_channels(%q, @kv.3.channels)
-      %r: i64[B,H,T,256] = graftwork.top_stored_rows(%a, %codes, %steps, %m, bits=4, rows=256,
-          scale=0.125)
+      %r: i64[B,G,T,256] = graftwork.top_stored_rows(%a, %codes, %steps, %m, bits=4, rows=256,
+          picks=3, scale=0.125)
       %y: f32[B,H,T,64] = graftwork.attend_rows(%q, %kw, %vw, %r, scale=0.125)
 
-No row is lost: one that nobody looks at now may be read again later. Every head picks for itself,
-also of those that share keys, and so does every token, so that what it reads does not depend on
-what shares its step. Prompts run through the function that there was, which reads all rows and
-writes labels (prefill "full"), or read as what is generated does ("same"). All other functions that
-write a cache of the step's read it so; one that lacks the layer that picks, picks where it first
-would read what was picked. A draft's own cache is read as before.
+No row is lost: one that nobody looks at now may be read again later. Heads that share keys pick
+together (by "groups"), as ShadowKV's do, and a row is read once for all of them; or each for itself
+(by "heads"), as in the code of TidalDecode and Double Sparsity, and they may read as many times
+more rows. Every token picks for itself, so that what it reads does not depend on what shares its
+step. Prompts run through the function that there was, which reads all rows and writes labels
+(prefill "full"), or read as what is generated does ("same"). All other functions that write a cache
+of the step's read it so; one that lacks the layer that picks, picks where it first would read what
+was picked. A draft's own cache is read as before.
 
 Layers that look back over a sliding window read that.
 
@@ -57,6 +59,7 @@ from ...ir import (
     Weight,
     arguments,
     site_of,
+    type_of,
 )
 from ..engine.base import Effect, Evidence, Length, Outcome, TextSample, Windows, register
 from ..engine.feed import watched
@@ -76,13 +79,15 @@ Some = Annotated[int, Field(ge=0, le=4096)]
 @register
 class ReadSparse(LearnedContents):
     """pick: by the attention that rows get where all are read, or by labels. rows: that a token
-    reads of a cache. full: first layers that read all rows. picks: layers beyond these that pick,
-    evenly apart, for those behind them, too; 0: each for itself. channels: of a key in its label,
-    those that make the most of the products of queries and keys on text, of which `windows` of
-    `length` tokens are read. prefill: see `Prompts`."""
+    reads of a cache. by: who picks these, heads that share keys together or each for itself. full:
+    first layers that read all rows. picks: layers beyond these that pick, evenly apart, for those
+    behind them, too; 0: each for itself. channels: of a key in its label, those that make the most
+    of the products of queries and keys on text, of which `windows` of `length` tokens are read.
+    prefill: see `Prompts`."""
 
     pick: Literal["attention", "labels"] = "labels"
     rows: Rows = 256
+    by: Literal["groups", "heads"] = "groups"
     full: Some = 0
     picks: Some = 0
     channels: Annotated[int, Field(ge=2, le=256, multiple_of=2)] = 8
@@ -241,7 +246,8 @@ class _Editor:
         if self.full:
             return
         if picks or self.picked is None:
-            how = {"rows": self.options.rows, **write.options}
+            whose = given["k" if self.options.by == "groups" else "q"]
+            how = {"rows": self.options.rows, "picks": type_of(whose).dims[1], **write.options}
             if stored is None or label is None:
                 asked = given["q"], given["k"], given["mask"]
                 rows = self.fn.call(G.top_rows.default, *asked, **how)

@@ -29,6 +29,7 @@ def _picking(make: Maker, width: int) -> tuple[dict[str, Any], dict[str, Any]]:
     q = torch.randint(-3, 4, shape, generator=make.generator).float()
     mask = torch.rand(shape[0], 1, tokens, 19, generator=make.generator) < draw((0.0, 0.6, 1.0))
     options = {"rows": draw((0, 1, 4, 30)), "scale": 0.25, "softcap": draw((None, 5.0))}
+    options["picks"] = draw((shape[1], shape[1], groups, 0))
     return {"q": q, "groups": groups, "mask": mask}, options
 
 
@@ -41,8 +42,8 @@ def native_top_rows(make: Maker) -> Case:
         want(all(t.dtype == F32 for t in tensors[:2]))
         return sparse.top_rows(*tensors, **how)
 
-    def call(*tensors: Any, rows: int, scale: float, softcap: float | None) -> Any:
-        return native.OPS["top_rows"](*tensors, rows, scale, softcap or 0.0)
+    def call(*tensors: Any, rows: int, picks: int, scale: float, softcap: float | None) -> Any:
+        return native.OPS["top_rows"](*tensors, rows, picks, scale, softcap or 0.0)
 
     operands = {"q": q, "k": k, "mask": given["mask"]}
     return Case("top_rows", call, meaning, operands, options, fake=True)
@@ -59,8 +60,9 @@ def native_top_stored_rows(make: Maker) -> Case:
         want(tensors[0].dtype == F32)
         return sparse.top_stored_rows(*tensors, **how)
 
-    def call(*tensors: Any, bits: int, rows: int, scale: float, softcap: float | None) -> Any:
-        return native.OPS["top_stored_rows"](*tensors, bits, rows, scale, softcap or 0.0)
+    def call(*tensors: Any, bits: int, rows: int, picks: int, **how: float | None) -> Any:
+        scale, softcap = how["scale"], how["softcap"] or 0.0
+        return native.OPS["top_stored_rows"](*tensors, bits, rows, picks, scale, softcap)
 
     operands = {"q": given["q"], "codes": codes.to(torch.uint8), "steps": steps}
     operands["mask"] = given["mask"]
