@@ -228,6 +228,27 @@ def test_deeper_levels_keep_the_distribution(verify):
         assert_distributed(drawn, {(t,): float(chance) for t, chance in enumerate(p)})
 
 
+@pytest.mark.parametrize("verify", [Lossless(), SpecTr()], ids=str)
+def test_what_follows_twins_is_judged_together(verify):
+    """Two paths that begin alike: where the first one's next token fails, the second's may do."""
+    q = torch.tensor([0.25, 0.25, 0.25, 0.25])
+    sure = [[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
+    logits = torch.tensor([sure[0], sure[1], sure[1], sure[1], sure[1]]).log()
+    for tokens, path in (([1, 1, 2, 3], [1, 3]), ([1, 1, 3, 2], [0, 2]), ([2, 1, 3, 0], [1])):
+        draft = Draft(tokens, q.expand(4, -1), (-1, -1, 0, 1), True)
+        (verdict,) = judged(verify, logits, [draft], {})
+        assert list(verdict.path) == path
+        assert verdict.tokens == [tokens[node] for node in path] + [3]
+
+
+@pytest.mark.parametrize("verify", [Lossless(), SpecTr()], ids=str)
+def test_paths_that_may_begin_alike_keep_the_distribution(verify):
+    tree = SampledTree((3, 1, 1), replacement=True)
+    drawn, rate = sample(DRAFT, tree, verify, (200, 2), {})
+    assert_distributed(drawn, exact({}))
+    assert 0.05 < rate < 0.95
+
+
 def test_siblings_that_repeat_are_not_distinct():
     """The tests can fail: independent siblings judged as distinct ones, and a greedier rho."""
     q, logits = (

@@ -20,6 +20,7 @@ from .continued import *
 from .decode import *
 from .depth import *
 from .draft import *
+from .drawn import *
 from .iterated import *
 from .length import *
 from .skipping import *

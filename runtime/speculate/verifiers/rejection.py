@@ -58,18 +58,23 @@ class RejectionVerifier(Verifier):
     def _accepted(
         self, chances: Chances, root: int, draft: Draft, draws: Sequence[float]
     ) -> list[int]:
-        """The accepted path; rows of `chances` lose what their rejected children had."""
-        children, path, at = draft.children(), [], -1
-        while at in children:
-            row = root + at + 1
-            taken = self._first_taken(chances, row, draft, children[at], draws)
+        """The accepted path; rows of `chances` lose what their rejected children had.
+
+        Siblings that were sampled independently may be the same token: what follows any of them
+        was sampled after the same text, and is judged together.
+        """
+        children, ends = draft.children(), [-1]
+        while siblings := [node for end in ends for node in children.get(end, ())]:
+            row = root + ends[0] + 1
+            taken = self._first_taken(chances, row, draft, siblings, draws)
             if taken is None:
-                taken = self._pardoned(draft, children[at])
+                taken = self._pardoned(draft, siblings)
             if taken is None:
                 break
-            path.append(taken)
-            at = taken
-        return path
+            twins = siblings if draft.independent else ()
+            token = draft.tokens[taken]
+            ends = [taken, *(n for n in twins if n != taken and draft.tokens[n] == token)]
+        return draft.path(ends[0])
 
     def _pardoned(self, draft: Draft, siblings: Sequence[int]) -> int | None:
         """A sibling that is kept although all were rejected: none."""
