@@ -6,6 +6,7 @@ import importlib
 
 from ..ir import Program
 from ..ir.execution.executable import Executable
+from .embeds_step import with_embeds
 from .faults import (
     check_columns,
     check_constant_indices,
@@ -14,6 +15,7 @@ from .faults import (
     check_processes,
 )
 from .picture_step import with_pictures
+from .states_step import with_states
 from .target import BACKENDS, Target
 
 __all__ = ["BACKENDS", "Target", "check_columns", "check_kernels", "compile"]
@@ -34,5 +36,7 @@ def compile(program: Program, target: Target) -> Executable:
     check_memory(program, target)
     check_constant_indices(program)
     module = importlib.import_module(f"{__package__}.{BACKENDS[target.backend]}")
-    executable: Executable = module.compile(with_pictures(program), target)
+    for more in (with_pictures, with_embeds, with_states):
+        program = more(program)
+    executable: Executable = module.compile(program, target)
     return executable

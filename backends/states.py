@@ -16,6 +16,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from ..ir import LOG, SOURCE, InputError, Program, Sym, TensorType, UnsupportedError
+from ..ir.plan.source import EMBEDS
 from ..ir.support.memory import free_memory
 
 _ALIGN = 64
@@ -98,7 +99,8 @@ class StateBuffers:
         self.rewritten = {name for name, state in program.states.items() if state.recurrent}
         # Classes without a row for every row of a text, which a plan's cache policy may want.
         self.held = program.plan.cache.held
-        self.source = program.plan.source.rows
+        rows, given = program.plan.source.rows, EMBEDS in program.states
+        self.source = max(rows, self.context) if given else rows
         self.groups = self._groups(program)
         self.parts: WeakSet[SomeSequences] = WeakSet()
 

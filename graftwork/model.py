@@ -31,7 +31,7 @@ from .ir.support.tokenizer import read_tokenizer
 from .passes.engine.manager import run_passes
 from .recipe import Recipe
 from .report import Cost, Report, megabytes, weight_bytes
-from .runtime.asking.input_ids import check_ids
+from .runtime.asking.input_ids import check_ids, check_row
 from .runtime.asking.keywords import GenerateOptions
 from .runtime.asking.options import check_defaults
 from .runtime.asking.sources import FEATURES, TOKENS, takes_features
@@ -39,6 +39,7 @@ from .runtime.cache.conversations import Conversations
 from .runtime.generation import check_request, forget, generate
 from .runtime.lore_files import load_learnt, save_learnt
 from .runtime.prefix import load_prefix, save_prefix
+from .runtime.reading import check_pooling, embed
 from .runtime.scoring import score
 
 if TYPE_CHECKING:
@@ -218,6 +219,10 @@ class Model(Exports, Chats, Publishing):
         wanted = FEATURES if takes_features(self.program) else TOKENS
         named = {name: asked.pop(name, None) for name in (wanted, "inputs")}
         found = [value for value in (given, *named.values()) if value is not None]
+        rows = asked.get("inputs_embeds")
+        if not found and rows is not None and wanted == TOKENS:
+            count = len(rows) if isinstance(rows, torch.Tensor) and rows.dim() else 0
+            return torch.zeros(count, 0, dtype=torch.int64)
         if not found and isinstance(asked.get("bos_token_id"), int) and wanted == TOKENS:
             found = [[[asked["bos_token_id"]]]]
         if len(found) != 1:
@@ -225,7 +230,7 @@ class Model(Exports, Chats, Publishing):
             what = (
                 "the sources' features"
                 if wanted == FEATURES
-                else "the prompts' token ids i64[B,S], or texts,"
+                else "the prompts' token ids i64[B,S], texts, or inputs_embeds f[B,S,H],"
             )
             raise InputError(
                 f"generate: expected {what} as its first argument or as {wanted}=, got {got}"
@@ -254,6 +259,37 @@ class Model(Exports, Chats, Publishing):
         ids = as_ids(input_ids)
         check_ids(ids, self.program.info)  # before compiling, which is slow
         return score(self.executable, ids, prompt)
+
+    def embed(
+        self,
+        texts: str | Sequence[str] | Sequence[Sequence[int]],
+        *,
+        pooling: str = "mean",
+        normalize: bool = True,
+    ) -> torch.Tensor:
+        """Texts, or their token ids, as vectors f32[B,H]: the states of their tokens behind the
+        model's last norm (transformers' ``last_hidden_state``), pooled.
+
+        pooling: "mean" of all tokens, or the "last" one's. normalize: to length 1. What is cached
+        of earlier texts moves to copies (see `keep`). Errors: `InputError` for empty texts, ids
+        outside the vocabulary and texts longer than the context; `UnsupportedError` for models
+        that read sources and recipes that cut the step.
+        """
+        check_pooling(pooling)
+        for index, text in enumerate([texts] if isinstance(texts, str) else texts):
+            if isinstance(text, (str, list, tuple)) and not text:
+                raise InputError(f"embed: text {index} is empty")
+        ids, mask = as_prompts(texts, self.program)
+        kept = torch.ones_like(ids) if mask is None else mask
+        rows = [row[own != 0].tolist() for row, own in zip(ids, kept, strict=True)]
+        most = self.program.info.context
+        for index, row in enumerate(rows):  # before compiling, which is slow
+            check_row(f"embed: text {index}", row, self.program.info.vocab_size)
+            if len(row) > most and not self.program.plan.cache.endless:
+                raise InputError(
+                    f"embed: text {index} has {len(row)} tokens, and the model's context is {most}"
+                )
+        return embed(self.executable, rows, pooling, normalize=normalize)
 
     def cache_bytes(self) -> int:
         """Current bytes of the state buffers; 0 before the first generation."""

@@ -173,6 +173,12 @@ class Program:
         """A copy in which the function of that name is replaced (or added)."""
         return self.replace(functions={**self.functions, function.name: function}, **changes)
 
+    @property
+    def ids(self) -> int:
+        """Ids that tokens of texts and of drafts have are below it; those of rows begin there."""
+        prompts = [getattr(part, "prompts", 0) for part in self.plan.draft.every]
+        return self.info.vocab_size + max(prompts)
+
     def states_of(self, function: str) -> tuple[str, ...]:
         """The states that a function reads."""
         reads = self.function(function).has_input

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from functools import partial
 
-from ..ir import UnsupportedError
+from ..ir import GraftworkWarning, InputError, UnsupportedError
 from ..ir.check.legality import unmet
-from ..ir.execution.executable import Executable
+from ..ir.execution.executable import Executable, Planned
+from ..ir.plan import Fused, Whole
+from .asking.input_embeds import rows_read
 from .asking.request import Request
 from .edits import edits, put_together
 from .rounds import ROUNDS, Decoding
@@ -24,7 +28,18 @@ def decode(executable: Executable, request: Request) -> Stats:
         lacks = f"; the program lacks a pass that provides {fact!r}" if (fact := fault[1]) else ""
         raise UnsupportedError(f"{fault[0]}{lacks}")
     prepared = executable.preparing
+    if request.embeds and not rows_read(executable.program):
+        executable = _undrafted(executable)
     decoding = Decoding(executable, request)
+    if any(text.unknown for text in request.texts):
+        if decoding.depth.reads:
+            raise InputError(
+                f"inputs_embeds: the recipe's depth={executable.program.plan.depth.brief} reads "
+                f"the prompts' tokens: give input_ids besides"
+            )
+        if decoding.drafter.reads:
+            executable = _undrafted(executable)
+            decoding = Decoding(executable, request)
     edited = [put_together(executable, e, partial(_decoded, executable)) for e in edits(decoding)]
     shared = shared_request(decoding)
     before = Stats() if shared is None else decode(executable, shared)
@@ -39,6 +54,27 @@ def decode(executable: Executable, request: Request) -> Stats:
         stats.prefill_seconds += other.prefill_seconds
     stats.preparing_seconds = executable.preparing - prepared
     return stats
+
+
+def _undrafted(executable: Executable) -> Executable:
+    """What decodes prompts of rows without drafts that are made of prompts' tokens. Errors:
+    `InputError` for a recipe whose drafts decide on the text."""
+    plan = executable.program.plan
+    if not plan.verify.lone:
+        raise InputError(
+            f"inputs_embeds: the recipe's verify={plan.verify.brief} decides by what draft="
+            f"{plan.draft.brief} makes of the prompts' tokens: give input_ids, or take another "
+            f"recipe"
+        )
+    if plan.speculates:
+        warnings.warn(
+            f"inputs_embeds: the target decodes alone: draft={plan.draft.brief} reads prompts as "
+            f"tokens",
+            GraftworkWarning,
+            stacklevel=5,
+        )
+    step = Whole(function=plan.step.plain) if isinstance(plan.step, Fused) else plan.step
+    return Planned(executable, replace(plan.undrafted(), step=step))
 
 
 def _decoded(executable: Executable, request: Request) -> Stats:

@@ -144,6 +144,7 @@ CASES = [
     Case("decoder_start_token_id", EQUAL, note="of models that read a source"),
     Case("decoder_attention_mask", EQUAL, note="of models that read a source; ones"),
     Case("input_features", EQUAL, note="of models that read speech"),
+    Case("inputs_embeds", EQUAL, note="prompts as rows, with input_ids or without"),
     *[
         Case(n, SAME, v, note=STEPS)
         for n, v in [
@@ -200,7 +201,6 @@ CASES = [
             ("assistant_model", object()),
             ("assistant_tokenizer", object()),
             ("custom_generate", "x/y"),
-            ("inputs_embeds", torch.zeros(1)),
             ("past_key_values", object()),
             ("encoder_outputs", object()),
             ("pixel_values", torch.zeros(1)),

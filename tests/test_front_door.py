@@ -56,7 +56,7 @@ def test_without_transformers_the_extra_is_named(command: str, tmp_path: Path) -
     [
         ({"token_healing": True}, "does not support token_healing=True; nearest: a prompt", "x^"),
         ({"inputs": IDS}, "its first argument or as input_ids=, got both", "TypeError"),
-        ({"inputs_embeds": IDS}, "does not support inputs_embeds=.*nearest: input_ids", "x^"),
+        ({"inputs_embeds": IDS}, "inputs_embeds: expected rows f.B,S,H.*got torch.int64", "x^"),
         ({"input_ids": IDS}, "its first argument or as input_ids=, got both", "x^"),
         ({"executable": 1}, "does not support executable=1", "nearest"),
         ({"self": 1}, "does not support self=1", "nearest"),

@@ -19,9 +19,9 @@ their names, on models with real caches; what is compared is the model's own `ge
 | torch_fx, float16 and bfloat16 smoke tests | test_dtypes |
 | iterator streamers | test_streamers |
 
-Not tried: beams (tests of their own), `inputs_embeds`, `past_key_values` and attentions (refused by
-name, `tests/test_keywords.py`), static and quantized caches (a recipe's), contrastive search, DoLa
-and constraints (which transformers itself has no more).
+Not tried: beams and `inputs_embeds` (tests of their own), `past_key_values` and attentions (refused
+by name, `tests/test_keywords.py`), static and quantized caches (a recipe's), contrastive search,
+DoLa and constraints (which transformers itself has no more).
 """
 
 from __future__ import annotations

@@ -49,8 +49,9 @@ from graftwork.runtime.speculate.sampling import Chances
 
 DRAFT = SuffixDraft(tokens=4, shortest=1)
 ELSEWHERE = {"decoder_input_ids", "decoder_start_token_id", "decoder_attention_mask"}
-ELSEWHERE |= {"input_features", "streamer", "inputs", "input_ids"}
-"""Keywords that other tests try: of sources, of speech, and what these tests themselves pass."""
+ELSEWHERE |= {"input_features", "inputs_embeds", "streamer", "inputs", "input_ids"}
+"""Keywords that other tests try: of sources, of speech, of rows, and what these tests themselves
+pass."""
 
 BEAMS = {"num_beams", "length_penalty", "early_stopping"}
 """Keywords under which texts go on from each other."""

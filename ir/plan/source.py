@@ -16,6 +16,14 @@ if TYPE_CHECKING:  # a plan holds records, and their methods take plans
 HEARD = -1
 """In place of a language's token: which one it is has to be heard."""
 
+EMBEDS = "embeds"
+"""The state that holds a prompt's rows where a call gives these instead of tokens; and, behind a
+dot, what reads them. Both are made when a program is compiled."""
+
+STATES = "states"
+"""The states of tokens that a step's head reads; and, behind a dot, the function that returns them
+in the place of logits. It is made when a program is compiled."""
+
 TRANSCRIBE = "transcribe"
 """The task that a language alone asks for."""
 

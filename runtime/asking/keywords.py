@@ -77,6 +77,7 @@ class GenerateOptions(TypedDict, total=False):
     decoder_attention_mask: torch.Tensor | None
     language: str | Sequence[str] | None
     task: str | None
+    inputs_embeds: torch.Tensor | None
     image_embeds: torch.Tensor | None
     image_grid_thw: torch.Tensor | None
     streamer: Streamer | None

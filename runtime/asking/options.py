@@ -112,6 +112,8 @@ class GenerationOptions:
     of a sequence. pad_token_id fills finished sequences (default: the model's, else the first eos).
 
     Inputs. attention_mask [B,S]: 0 for padding. position_ids [B,S]: only those that follow from it.
+    inputs_embeds f[B,S,H]: the prompts as rows, what the model's get_input_embeddings() makes of
+    tokens; without input_ids only new tokens are returned and seen by processors.
     decoder_input_ids i64[B,S]: what texts begin with that are written from a source; input_ids and
     attention_mask are then the source's. decoder_start_token_id: the token that begins them;
     decoder_attention_mask: ones. language, task: of speech, what the text is in, or one for each
@@ -159,6 +161,7 @@ class GenerationOptions:
     decoder_attention_mask: Annotated[torch.Tensor | None, checks.mask] = None
     language: Annotated[str | tuple[str, ...] | None, checks.languages] = None
     task: Annotated[str | None, checks.word] = None
+    inputs_embeds: Annotated[torch.Tensor | None, checks.mask] = None
     image_embeds: Annotated[torch.Tensor | None, checks.mask] = None
     image_grid_thw: Annotated[torch.Tensor | None, checks.mask] = None
     min_length: Annotated[int, checks.integer(0)] = 0

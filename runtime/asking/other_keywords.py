@@ -42,7 +42,6 @@ target and the recipe decide here, and of groups of beams, where there are no be
 
 INSTEAD = {
     "inputs": "input_ids, the first argument",
-    "inputs_embeds": "input_ids, the first argument",
     "assistant_model": "a recipe with a drafter",
     "assistant_tokenizer": "a recipe with a drafter",
     "input_features": "input_ids: the model's source is a text",

@@ -15,6 +15,7 @@ from .beams import Search, check_beams
 from .grammar import grammar_asked, grammars_for
 from .guides import guides_for
 from .image_embeds import PlacedRows, read_pictures
+from .input_embeds import place_embeds, read_embeds
 from .input_ids import aligned, check_positions, read_prompts
 from .options import GenerationOptions, read_options
 from .processors import Processor, Subject, processors_for
@@ -49,7 +50,8 @@ class Request:
     the sequences without padding, with their limits, and behind them their guides, if they have
     any. stopping: what ends one. pad: the token that
     fills finished ones. sources: what the texts are written from, where the model reads that first.
-    pictures: of each text, where some have any. search: what chooses the texts' tokens and ends
+    pictures: of each text, where some have any. embeds: of each text the rows f[R,H] that stand for
+    its prompt, where the call gave rows. search: what chooses the texts' tokens and ends
     them, if the call asks for beams."""
 
     prompts: torch.Tensor
@@ -59,6 +61,7 @@ class Request:
     pad: int
     sources: Sources | None = None
     pictures: Sequence[PlacedRows] = ()
+    embeds: Sequence[torch.Tensor] = ()
     search: Search | None = None
 
     @property
@@ -103,7 +106,7 @@ def read_request(
     options = read_options(keywords, info)
     if options.beams:
         check_beams(options, program.plan)
-    sources = None
+    sources, known = None, True
     if program.plan.source.encoder is not None:
         if options.position_ids is not None:
             raise InputError("position_ids: expected none where texts are written from a source")
@@ -117,12 +120,18 @@ def read_request(
                 raise InputError(
                     f"{name}: {program.name} reads no source; its prompts are input_ids"
                 )
+        if options.inputs_embeds is not None:
+            known = bool(input_ids.numel())
+            input_ids, options = read_embeds(input_ids, options, program)
         if isinstance(input_ids, torch.Tensor):
             check_positions(input_ids, options)
             input_ids, mask = aligned(input_ids, options.attention_mask)
             options = replace(options, attention_mask=mask)
     texts = read_prompts(input_ids, options, info)
     pictures = read_pictures(options, texts, program)
+    embeds: Sequence[torch.Tensor] = ()
+    if options.inputs_embeds is not None:
+        embeds = place_embeds(options, texts, program.ids, known=known)
     if sources is not None:
         for text, tokens in zip(texts, sources.tokens, strict=True):
             text.source = tokens
@@ -143,10 +152,12 @@ def read_request(
             "sequences of this batch may end at different lengths, and neither pad_token_id nor an "
             "end token is known: give pad_token_id"
         )
-    prompts = input_ids.cpu().repeat_interleave(options.copies, 0)
+    shown = input_ids.cpu() if known else torch.zeros(len(input_ids), 0, dtype=torch.int64)
+    prompts = shown.repeat_interleave(options.copies, 0)
     pad = 0 if pad is None else pad
     search = Search(texts, options, stopping) if options.beams else None
-    return Request(prompts, [*texts, *guides], options, stopping, pad, sources, pictures, search)
+    texts = [*texts, *guides]
+    return Request(prompts, texts, options, stopping, pad, sources, pictures, embeds, search)
 
 
 def _process(
@@ -158,15 +169,15 @@ def _process(
 ) -> None:
     """Give each text its processors, the same to all that may share them."""
     eos, made = options.eos(info), dict[int, tuple[Processor, ...]]()
-    prompts = [len(text.tokens) for text in texts]
+    prompts = [len(text.known) for text in texts]
     grammars = grammars_for(options, prompts, tokenizer, eos, info.vocab_size)
     own = bool(grammars) or any(map(options.asks, OWN))
     beams = options.num_beams
     for index, text in enumerate(texts):
         text.grammar = grammars[index] if grammars else None
-        source = text.source or text.tokens
-        facts = width, eos, info.vocab_size, text.grammar, text.limit
-        subject = Subject(index // beams, text.tokens, source, *facts)
+        source = text.source or text.known
+        facts = width, eos, info.vocab_size, text.grammar, text.limit - text.unknown
+        subject = Subject(index // beams, text.known, source, *facts)
         key = index if own else prompts[index]
         if key not in made:
             made[key] = processors_for(options, subject)

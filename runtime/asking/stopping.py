@@ -75,7 +75,7 @@ class Stopping:
                 return True
         if not self.hooks:
             return False
-        ids = torch.tensor([text.tokens])
+        ids = torch.tensor([text.known])
         return any(_says_yes(hook(ids, None)) for hook in self.hooks)
 
 

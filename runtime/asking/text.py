@@ -18,10 +18,11 @@ class Text:
     """tokens: prompt and committed tokens, no padding. prompt: how many of them are the prompt.
     limit: the length at which the sequence is full, in tokens. done: nothing more is wanted.
     source: tokens that it is written from, which are no part of it. stands: by their places in the
-    text, ids that are fed for tokens in whose places rows of pictures stand. whole: (first, last +
-    1) of tokens of the prompt that have to be fed at once. places: the positions of the prompt's
-    tokens, where they are not 0, 1, 2, ... processors: what changes the scores of its tokens.
-    grammar: among those, if there is one. logits, scores: f32[V], what each new token was chosen
+    text, ids that are fed for tokens in whose places rows of pictures stand, or rows that the call
+    gave. unknown: of the prompt, tokens that are not known, since only their rows are. whole:
+    (first, last + 1) of tokens of the prompt that have to be fed at once. places: the positions of
+    the prompt's tokens, where they are not 0, 1, 2, ... processors: what changes the scores of its
+    tokens. grammar: among those, if there is one. logits, scores: f32[V], what each new token was chosen
     by, if a call wants them.
 
     rows: of the caches, those that hold something of the sequence; a step appends after them.
@@ -37,6 +38,7 @@ class Text:
     position: int = 0
     source: Sequence[int] = ()
     stands: Mapping[int, int] = field(default_factory=dict)
+    unknown: int = 0
     whole: Sequence[tuple[int, int]] = ()
     places: Sequence[int] = ()
     processors: Sequence[Processor] = ()
@@ -48,6 +50,11 @@ class Text:
     def generated(self) -> int:
         """Committed tokens after the prompt."""
         return len(self.tokens) - self.prompt
+
+    @property
+    def known(self) -> list[int]:
+        """The tokens that are known, which are all but for a prompt of rows."""
+        return self.tokens[self.unknown :] if self.unknown else self.tokens
 
     @property
     def fed(self) -> int:

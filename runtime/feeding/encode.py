@@ -1,4 +1,4 @@
-"""Reading the sources of a call, or its pictures, once, before anything is written."""
+"""Reading the sources of a call, its pictures or its rows, once, before anything is written."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from ...ir import SOURCE
 from ...ir.execution.executable import Executable
 from ...ir.plan import Pictures
+from ...ir.plan.source import EMBEDS
 from ..asking.image_embeds import PlacedRows
 from ..asking.sources import Sources
 
@@ -44,3 +45,12 @@ def place(executable: Executable, pictures: Sequence[PlacedRows]) -> None:
         held = {Pictures.state: found.rows.to(states[Pictures.state].type.dtype)}
         held |= {Pictures.blocks: found.blocks, Pictures.places: found.places}
         executable.write_rows(index, 0, {name: held[name] for name in held if name in states})
+
+
+def place_rows(executable: Executable, prompts: Sequence[torch.Tensor]) -> None:
+    """Have the states hold the rows f[R,H] that stand for each text's prompt. The executable has
+    begun."""
+    executable.reserve(max(map(len, prompts)), SOURCE)
+    dtype = executable.program.states[EMBEDS].type.dtype
+    for index, rows in enumerate(prompts):
+        executable.write_rows(index, 0, {EMBEDS: rows.to(dtype)})

@@ -15,6 +15,7 @@ from ...ir.execution.executable import Executable
 from ...ir.plan import Pictures
 from ...ir.plan.held import Latest
 from ...ir.plan.inputs import INPUTS, OPTIONAL
+from ...ir.plan.source import EMBEDS, STATES
 from .calls import run_in_turn
 from .draft import Draft
 from .gather import joined, widened
@@ -28,7 +29,7 @@ READING = 64
 """Columns of a step whose arithmetic takes about as long as reading the weights, which every step
 does once. Exactness does not matter: it only decides how a prompt is cut into steps."""
 
-CHOSEN = frozenset({"logits", "argmax", "top_tokens"})
+CHOSEN = frozenset({"logits", "argmax", "top_tokens", STATES})
 """Outputs that are wanted of chosen tokens only, whether the step can choose or not."""
 
 
@@ -88,10 +89,11 @@ class Feeder:
         self.function, self.spare, self.parts = function, spare, parts or (function,)
         self.context = program.info.context
         # Prompt tokens have ids above the vocabulary's.
-        prompts = [getattr(part, "prompts", 0) for part in program.plan.draft.every]
-        self.ids = program.info.vocab_size + max(prompts)
+        self.ids = program.ids
         if step.has_input(Pictures.state):  # so have rows of pictures
             self.ids += program.plan.source.rows
+        if EMBEDS in program.states_of(self.parts[0]):  # and those that a call gives
+            self.ids += program.info.context
         self.names = frozenset(n for n in INPUTS if n not in OPTIONAL and step.has_input(n))
         self.selects = "select" in self.names
         self.widths = executable.widths(function)
@@ -257,19 +259,28 @@ class Feeder:
         return self.width(1, 0) == 1 and not self.logged
 
     def run_picking(
-        self, step: StepFeed, column: Sequence[int], places: Sequence[Sequence[int]] = ()
+        self,
+        step: StepFeed,
+        column: Sequence[int],
+        places: Sequence[Sequence[int]] = (),
+        told: Callable[[dict[str, torch.Tensor]], None] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Run a step of committed tokens. places: their positions, if not consecutive. Outputs of
-        chosen tokens (dim S) have the one column `column[b]`, those of fed tokens (dim T) all."""
+        chosen tokens (dim S) have the one column `column[b]`, those of fed tokens (dim T) all.
+        told: called with the outputs of all tokens before."""
         rows, past, width = step.rows, step.past, step.width
         self.make_room(max(past) + width)
         self.fold(past, list(map(len, rows)))
         buffers = self.buffers(width)
         buffers.fill(rows, past, for_good=True)
         inputs = buffers.picked(step.starts, column, places)
+        if told is not None:
+            inputs = buffers.chain.inputs
         # Not held: prompts come in all lengths, and few of them again.
         outputs = self.call(inputs, step.fetch)
-        if self.selects:
+        if told is not None:
+            told(outputs)
+        elif self.selects:
             return outputs
         sequences, columns = torch.arange(self.batch)[:, None], torch.tensor(column)[:, None]
         return {

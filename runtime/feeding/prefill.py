@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -29,6 +30,7 @@ def prefill(
     begun: Sequence[int] | None = None,
     *,
     whole: bool = True,
+    told: Callable[[UnverifiedStep], None] | None = None,
 ) -> Pieces:
     """Feed texts, of which `begun[b]` tokens were fed (None: nothing), piece by piece; returns the
     outputs after each one's last token.
@@ -36,7 +38,8 @@ def prefill(
     Values a chosen token (dim S) have one column; in values a fed token (dim T) a text's last token
     is in the column of the second result. read: called with each piece; then everything is fetched
     each time. cache: settled before each piece; bounds its size. The last token's row counts once
-    the token after it is committed. whole: False leaves the last tokens out; all rows count.
+    the token after it is committed. whole: False leaves the last tokens out; all rows count. told:
+    called with each piece and what is fetched of all of its tokens, chosen or not.
     """
     sizes = [len(text.tokens) if whole else text.fed for text in texts]
     fed = [0] * len(texts) if begun is None else list(begun)
@@ -70,9 +73,13 @@ def prefill(
         ending = [b for b in open_texts if ends[b] == sizes[b]]
         column = [max(len(row) - 1, 0) for row in rows]
         # Without `select` every output has a prompt's worth of columns: fetch only what is used.
-        wanted = fetch if ending or feeder.selects or read else ()
+        wanted = fetch if ending or feeder.selects or read or told else ()
         step = StepFeed(given, past, starts, wanted, width)
-        outputs = feeder.run_picking(step, column, [text.places[n:end] for text, n, end in spans])
+        places = [text.places[n:end] for text, n, end in spans]
+        heard = None
+        if told is not None:
+            heard = partial(_tell, told, rows, fed)
+        outputs = feeder.run_picking(step, column, places, heard)
         if read is not None:
             read(UnverifiedStep(rows, fed, outputs))
         _grow(texts, rows, ending if whole else ())
@@ -90,6 +97,15 @@ def _grow(texts: Sequence[Text], rows: Sequence[Sequence[int]], ending: Sequence
     for index, (text, row) in enumerate(zip(texts, rows, strict=True)):
         text.grow(len(row) - (index in ending))
         text.position += text.shift if index in ending else 0
+
+
+def _tell(
+    told: Callable[[UnverifiedStep], None],
+    rows: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    outputs: dict[str, torch.Tensor],
+) -> None:
+    told(UnverifiedStep(rows, starts, outputs))
 
 
 def _wide_enough(feeder: Feeder, rows: Sequence[Sequence[int]], width: int) -> int:

@@ -13,6 +13,7 @@ import torch
 from ...ir import InputError, Program
 from ...ir.execution.executable import Executable
 from ...ir.plan import Pictures
+from ..asking.input_embeds import check_rows, reader_of
 from ..asking.options import GenerationOptions
 from ..asking.request import Request
 from ..asking.stopping import Stopping
@@ -21,7 +22,7 @@ from ..cache.conversations import Conversations, Start, memo_of
 from ..cache.taking_over import take_over
 from ..depth.base import DEPTHS
 from ..feeding.draft import NO_DRAFT, Draft, UnverifiedStep, VerifiedStep
-from ..feeding.encode import encode, place
+from ..feeding.encode import encode, place, place_rows
 from ..feeding.feed import Feeder
 from ..feeding.prefill import prefill
 from ..memo import Resumes
@@ -47,10 +48,17 @@ class Decoding:
     tokens where `ahead` has the others. kept: what earlier calls left in the caches. retired: texts
     of which nothing lies there any more. grammars: whether texts have any. fetch: outputs that a
     general step must return. read: told of each step before it is verified; None if no part reads.
+    told: who is told of the prompts' logits, token by token, which are then all fed.
     Errors: `UnsupportedError` for a plan that cannot be carried out.
     """
 
-    def __init__(self, executable: Executable, request: Request) -> None:
+    def __init__(
+        self,
+        executable: Executable,
+        request: Request,
+        told: Callable[[UnverifiedStep], None] | None = None,
+    ) -> None:
+        self.told = told
         program, options = executable.program, request.options
         plan, batch = program.plan, len(request.texts)
         self.program, self.texts, self.stopping = program, request.texts, request.stopping
@@ -62,9 +70,13 @@ class Decoding:
         if request.pictures:
             read = Pictures.function(read[0]), read[1]
             _require(program, read[0])
-        self.feeder = Feeder(executable, batch, *fed, parts=plan.step.parts)
-        self.reader = self.feeder if read == fed else Feeder(executable, batch, *read)
-        ahead = plan.step.ahead
+        ahead, parts = plan.step.ahead, plan.step.parts
+        self.feeder = Feeder(executable, batch, *fed, parts=parts)
+        if request.embeds:
+            check_rows(request.embeds[0], program)
+            read, ahead, parts = reader_of(program, argmax=options.by_argmax)
+        same = read == fed and parts == plan.step.parts
+        self.reader = self.feeder if same else Feeder(executable, batch, *read, parts=parts)
         self.ahead = Feeder(executable, batch, ahead) if ahead else None
         setting = Setting(executable, options, self.length, self.feeder, self.texts)
         self.drafter = drafter_for(plan.draft, setting)
@@ -76,8 +88,8 @@ class Decoding:
             self.stopping = Stopping(GenerationOptions(eos_token_id=()), program.info)
         wanted = (*self.verifier.fetch, *self.drafter.wants, *self.length.wants)
         self.fetch = tuple(dict.fromkeys(wanted))
-        parts: tuple[Resumes, ...] = (self.drafter, self.depth)
-        readers = [part.read for part in parts if part.reads]
+        followers: tuple[Resumes, ...] = (self.drafter, self.depth)
+        readers = [part.read for part in followers if part.reads]
         self.read = partial(_tell, readers) if readers else None
         self.emitter = request.emitter()
         self.no_drafts = [NO_DRAFT] * batch
@@ -86,7 +98,9 @@ class Decoding:
         # A step without states is none of a model's. What texts are written from a source holds of
         # them is nothing to texts from another one.
         self.sources, self.pictures = request.sources, request.pictures
-        holds = bool(program.states) and self.sources is None and not self.pictures
+        self.embeds = request.embeds
+        others = self.sources is not None or self.pictures or self.embeds
+        holds = bool(program.states) and not others
         self.kept = Conversations.of(executable) if holds else None
         # Of beams only the best is worth being gone on from.
         beside = range(batch if options.beams else 0)
@@ -138,6 +152,8 @@ class Decoding:
             encode(self.feeder.executable, self.sources)
         if self.pictures:
             place(self.feeder.executable, self.pictures)
+        if self.embeds:
+            place_rows(self.feeder.executable, self.embeds)
         self.reader.rows = self.feeder.rows
         if any(text.generated for text in texts):  # what no step was asked for
             self.emit([text.tokens[text.prompt :] for text in texts])
@@ -152,7 +168,7 @@ class Decoding:
         # Always the logits: the same compiled prefill serves every option, and one look at real
         # logits tells a broken model at once.
         fetch = tuple(dict.fromkeys(("logits", *self.drafter.wants)))
-        pieces = prefill(self.reader, texts, fetch, self.cache, self.read, fed)
+        pieces = prefill(self.reader, texts, fetch, self.cache, self.read, fed, told=self.told)
         outputs, columns = yield from pieces
         self.verify(outputs, self.no_drafts, columns)
         self.stats.prefill_seconds = self.clock() - begun
@@ -168,6 +184,8 @@ class Decoding:
             self.feeder.begin(rows, columns)
             return [None] * len(self.texts)
         starts = self.kept.find(executable, self)
+        if self.told is not None:
+            starts = [None] * len(starts)
         self.cache.share(self.texts, [0 if start is None else start.count for start in starts])
         begin = partial(self.kept.place, executable, starts, self.cache)
         self.feeder.begin(rows - self.cache.shared, columns, begin)

@@ -63,7 +63,7 @@ class GeneralRound(Round):
         if not decoding.grammars or not lossless or decoding.program.recurrent:
             return ()
         drafts = [
-            Draft(text.grammar.forced(text.tokens)[:room])
+            Draft(text.grammar.forced(text.known)[:room])
             if text.grammar is not None and room > 0
             else NO_DRAFT
             for text, room in zip(decoding.texts, rooms, strict=True)

@@ -146,11 +146,28 @@ class Engine:
         client: str = "",
         seconds: float | None = None,
         likeliest: int = 0,
+        scored: bool = False,
+        pooling: str = "",
     ) -> Ticket:
         """Queue a request of `read`, from any thread. seconds: until it is ended as late.
-        likeliest: see `Ticket`. Errors: `QueueFull`; `InputError` once the engine is closed."""
+        likeliest, scored, pooling: see `Ticket`. Errors: `QueueFull`; `InputError` once the engine
+        is closed; for `scored` and `pooling` those of programs that cannot."""
+        if scored and self.program.plan.step.ahead:
+            raise InputError(
+                "echo with logprobs: this recipe's prompts run through some of the layers, and "
+                "their tokens have no logits: leave one out, or serve another recipe"
+            )
         deadline = None if seconds is None else self.clock() + seconds
-        ticket = Ticket(request, told, client, deadline, likeliest, _wake=self._wake)
+        ticket = Ticket(
+            request,
+            told,
+            client,
+            deadline,
+            likeliest,
+            scored=scored,
+            pooling=pooling,
+            _wake=self._wake,
+        )
         with self._changed:
             if self._closing:
                 raise InputError("the engine is closed: it takes no more requests")
@@ -301,7 +318,9 @@ class Engine:
             if bound and budget < 1:
                 return
             try:
-                budget -= slot.read(budget if bound else None)
+                # Logits of all of a piece's tokens take memory.
+                whole = self.chunk if slot.ticket is not None and slot.ticket.scored else None
+                budget -= slot.read(budget if bound else whole)
             except Exception as error:
                 self._end(slot, Reason.ERROR, error)
                 continue
@@ -370,7 +389,7 @@ class Engine:
 
     def _end(self, slot: Slot, reason: Reason, error: Exception | None = None) -> None:
         """A request is over: its slot is free."""
-        ticket, stats = slot.ticket, slot.decoding.stats
+        ticket, stats = slot.ticket, slot.stats
         assert ticket is not None
         slot.release()
         figures = self.figures

@@ -14,8 +14,10 @@ from ..asking.text import Text
 from ..cache.conversations import LEAST, Conversations, common, deciding
 from ..feeding.draft import Draft
 from ..feeding.outputs import Outputs
+from ..reading import Reading
 from ..rounds.base import Decoding
 from ..rounds.general import GeneralRound
+from ..stats import Stats
 from .ticket import Reason, Ticket
 
 FREE = Text([0], 1, 1, done=True)
@@ -36,6 +38,7 @@ class Slot:
         self.used = 0
         self._decoding: Decoding | None = None
         self._round: GeneralRound | None = None
+        self._reading: Reading | None = None
         self._pieces: Generator[None, int | None, None] | None = None
 
     @property
@@ -43,6 +46,11 @@ class Slot:
         """Of the request that runs here."""
         assert self._decoding is not None
         return self._decoding
+
+    @property
+    def stats(self) -> Stats:
+        """Of what runs here."""
+        return self.decoding.stats if self._reading is None else self._reading.stats
 
     @property
     def round(self) -> GeneralRound:
@@ -76,10 +84,15 @@ class Slot:
 
     def begin(self, ticket: Ticket) -> None:
         """Take a request; its prompt is fed by `read`. Errors: those of `Decoding`."""
-        decoding = Decoding(self.executable, ticket.request)
-        self.ticket, self._decoding, self._round = ticket, decoding, GeneralRound(decoding)
-        self._pieces = pieces = decoding.starting()
-        next(pieces)
+        if ticket.pooling:
+            reading = Reading(self.executable, [ticket.text], ticket.pooling)
+            self.ticket, self._reading, self._pieces = ticket, reading, reading.starting()
+        else:
+            told = ticket.hear if ticket.scored else None
+            decoding = Decoding(self.executable, ticket.request, told)
+            self.ticket, self._decoding, self._round = ticket, decoding, GeneralRound(decoding)
+            self._pieces = decoding.starting()
+        next(self._pieces)
 
     def read(self, most: int | None) -> int:
         """Feed a piece of the prompt of at most so many tokens; how many it took. The last piece
@@ -90,6 +103,8 @@ class Slot:
             self._pieces.send(most)
         except StopIteration:
             self._pieces = None
+            if self._reading is not None:
+                self.ticket.states = self._reading.states[0]
         return max(self.ticket.text.rows - before, 1)
 
     def propose(self) -> Sequence[Draft]:
@@ -118,4 +133,4 @@ class Slot:
             self._decoding.finish()
         else:
             self.kept.lying = []
-        self.ticket = self._decoding = self._round = self._pieces = None
+        self.ticket = self._decoding = self._round = self._pieces = self._reading = None

@@ -14,6 +14,7 @@ import torch
 from ...ir.support.errors import InputError
 from ..asking.request import Request
 from ..asking.text import Text
+from ..feeding.draft import UnverifiedStep
 from ..stats import Stats
 
 
@@ -68,7 +69,9 @@ class Ticket:
     """request: of one text. told: see `Told`. client: requests of one share its turns. deadline: of
     the engine's clock; None: none. likeliest: how many of the likeliest tokens `likely` has of each
     place, where the request asks for logits; it gets those of new tokens before `told` is called,
-    which takes them out."""
+    which takes them out. scored: whether `prompt_likely` is to have the same of each token of the
+    prompt but the first. pooling: the text is not continued: `states` f32[H] gets those of its
+    tokens, pooled so."""
 
     request: Request
     told: Told
@@ -77,6 +80,10 @@ class Ticket:
     likeliest: int = 0
     sent: int = 0
     likely: deque[Likely] = field(default_factory=deque)
+    scored: bool = False
+    prompt_likely: list[Likely] = field(default_factory=list)
+    pooling: str = ""
+    states: torch.Tensor | None = None
     _cancelled: Event = field(default_factory=Event)
     _wake: Callable[[], None] = lambda: None
 
@@ -104,6 +111,13 @@ class Ticket:
         text.logits.clear()  # a vocabulary each
         if new or end is not None:
             self.told(new, end)
+
+    def hear(self, fed: UnverifiedStep) -> None:
+        """A piece of the prompt was fed; its logits say what each token made of the next one."""
+        prompt, start, count = self.text.tokens[: self.text.prompt], fed.starts[0], len(fed.rows[0])
+        said = prompt[start + 1 : start + 1 + count]
+        rows = fed.outputs["logits"][0, : len(said)].float().cpu()
+        self.prompt_likely += _likely(list(rows), said, self.likeliest)
 
     def ended(
         self, reason: Reason, stats: Stats | None = None, error: Exception | None = None

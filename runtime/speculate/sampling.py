@@ -260,9 +260,9 @@ class Scorer:
 
     def _text(self, step: StepToVerify, index: int, node: int) -> torch.Tensor:
         """A row's text, i64[L]."""
-        tokens, held = step.texts[index].tokens, self.ids.get(index)
+        tokens, held = step.texts[index].known, self.ids.get(index)
         if held is None or len(held) < len(tokens):
-            new = torch.tensor(tokens[0 if held is None else len(held) :])
+            new = torch.tensor(tokens[0 if held is None else len(held) :], dtype=torch.int64)
             held = self.ids[index] = new if held is None else torch.cat([held, new])
         draft = step.drafts[index]
         path = [draft.tokens[before] for before in draft.path(node)]

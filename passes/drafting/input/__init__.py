@@ -87,7 +87,7 @@ class InputDrafter(ChainDrafter):
         record = self.record
         self.levels = record.tokens
         self.places = []
-        for source, prompt in zip(self.sources(len(prompts)), prompts, strict=True):
+        for source, prompt in zip(self.sources(len(prompts)), self.known(prompts), strict=True):
             self.places.append(InputPlace(source or prompt, record.start, record.longest))
             if source and len(prompt) > 1:  # the first token only begins the text
                 self.places[-1].move(prompt[1:])

@@ -40,7 +40,8 @@ class JacobiDrafter(Drafter):
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """The first guess is the end of the prompt once more."""
-        self.blocks = [_filled([], prompt, self.record.tokens) for prompt in prompts]
+        known = [prompt or [0] for prompt in self.known(prompts)]
+        self.blocks = [_filled([], prompt, self.record.tokens) for prompt in known]
 
     def propose(self, rooms: Sequence[int]) -> list[Draft]:
         return [

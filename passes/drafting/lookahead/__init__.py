@@ -87,7 +87,7 @@ class _Window:
 
     def __init__(self, prompt: Sequence[int], record: LookaheadDraft) -> None:
         # The prompt's own tokens, in an order that is the same every time.
-        guesses = random.Random(0).choices(prompt, k=record.window + record.ngram - 3)
+        guesses = random.Random(0).choices(prompt or [0], k=record.window + record.ngram - 3)
         self.rows = [guesses]
         self.levels = record.ngram - 1
         self.recent = list(prompt[-record.ngram :])

@@ -196,7 +196,7 @@ class RecyclingDrafter(Drafter):
             for size in range(1, self.record.context + 1):
                 self._read(prompt, size)
         pad = (-1,) * self.record.context
-        self.ends = [(*pad, *prompt)[-self.record.context :] for prompt in prompts]
+        self.ends = [(*pad, *prompt)[-self.record.context :] for prompt in self.known(prompts)]
 
     def _read(self, prompt: Sequence[int], size: int) -> None:
         """What followed contexts of `size` tokens, the most recent first, before what is known."""

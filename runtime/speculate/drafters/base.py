@@ -37,8 +37,13 @@ class Drafter(Follower, ABC):
 
     def readable(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """What may be copied when texts begin: their sources, and the prompts behind them."""
-        sources = self.sources(len(prompts))
-        return [[*source, *prompt] for source, prompt in zip(sources, prompts, strict=True)]
+        sources, known = self.sources(len(prompts)), self.known(prompts)
+        return [[*source, *prompt] for source, prompt in zip(sources, known, strict=True)]
+
+    def known(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """The prompts without tokens of which only rows are known."""
+        unknown = [text.unknown for text in self.setting.texts] or [0] * len(prompts)
+        return [prompt[count:] for prompt, count in zip(prompts, unknown, strict=True)]
 
     @abstractmethod
     def propose(self, rooms: Sequence[int]) -> list[Draft]:
