@@ -136,8 +136,49 @@ def test_biases_penalties_echoes_and_the_best_of_some(
     for wrong in ({"best_of": 1, "n": 2}, {"best_of": 2, "stream": True}, {"logprobs": 21}):
         with pytest.raises(openai.BadRequestError):
             client.completions.create(**asked, **wrong)
-    with pytest.raises(openai.BadRequestError, match="no logprobs of prompts"):
-        client.completions.create(**asked, echo=True, logprobs=1)
+
+
+def test_prompts_are_scored_as_lm_eval_asks(client: openai.OpenAI, plain: gw.Model) -> None:
+    """Its `local-completions` sends ids, several at once, and reads the tokens up to the last."""
+    texts = ["def add(a, b):\n    return a + b\n", "import os\n", "x = 1"]
+    ids = [plain.tokenizer.encode(text).ids for text in texts]
+    asked: dict[str, Any] = {"model": "demo", "temperature": 0, "seed": 1234, "echo": True}
+    made = client.completions.create(**asked, prompt=ids, max_tokens=1, logprobs=1)
+    assert made.usage.prompt_tokens == sum(map(len, ids)) and made.usage.completion_tokens == 3
+    for choice, text, row in zip(made.choices, texts, ids, strict=True):
+        listed, logits = choice.logprobs, plain([row])[0].log_softmax(-1)
+        assert choice.text.startswith(text) and len(listed.tokens) == len(row) + 1
+        assert listed.token_logprobs[0] is None and listed.top_logprobs[0] is None
+        for place, token in enumerate(row[1:], 1):
+            wanted, best = logits[place - 1], int(logits[place - 1].argmax())
+            assert listed.token_logprobs[place] == pytest.approx(float(wanted[token]), abs=1e-4)
+            likeliest = max(listed.top_logprobs[place].items(), key=lambda one: one[1])
+            assert likeliest[0] == plain.tokenizer.decode([best])
+            assert choice.text[listed.text_offset[place] :].startswith(listed.tokens[place])
+        assert int(logits[-1].argmax()) == int(plain.generate([row], max_new_tokens=1)[0, -1])
+        assert listed.token_logprobs[-1] == pytest.approx(float(logits[-1].max()), abs=1e-4)
+    whole: dict[str, Any] = {**asked, "prompt": texts[0], "logprobs": 1}
+    alone = client.completions.create(**whole, max_tokens=0)
+    assert (alone.choices[0].text, alone.choices[0].finish_reason) == (texts[0], "length")
+    assert alone.choices[0].logprobs.tokens == made.choices[0].logprobs.tokens[:-1]
+    assert alone.usage.completion_tokens == 0
+    assert client.completions.create(model="demo", prompt="x", max_tokens=0).choices[0].text == ""
+    events = list(client.completions.create(**whole, max_tokens=1, stream=True))
+    streamed = [token for e in events if (one := e.choices[0].logprobs) for token in one.tokens]
+    assert streamed == made.choices[0].logprobs.tokens
+    assert "".join(e.choices[0].text for e in events) == made.choices[0].text
+
+
+def test_several_answers_as_events(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "max_tokens": 8, "seed": 3}
+    whole = client.completions.create(**asked, temperature=1.0, n=3)
+    texts = [""] * 3
+    for event in client.completions.create(**asked, temperature=1.0, n=3, stream=True):
+        for choice in event.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in whole.choices] and len(set(texts)) > 1
+    with pytest.raises(openai.BadRequestError, match=r"best_of=3.*leave out stream, or give n=3"):
+        client.completions.create(**asked, best_of=3, stream=True)
 
 
 def test_calls_that_have_to_come(client: openai.OpenAI) -> None:

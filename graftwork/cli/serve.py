@@ -58,6 +58,9 @@ def serve(
         float, typer.Option(min=0.1, help="Seconds that a request may take, waiting included.")
     ] = 600.0,
     max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a request.")] = 4 * 2**20,
+    pooling: Annotated[
+        str, typer.Option(help="Of embeddings: mean of the tokens' states, or last.")
+    ] = "mean",
     api_key_file: Annotated[
         Path | None,
         typer.Option(help="File with the clients' key (default: $GRAFTWORK_API_KEY, if set)."),
@@ -86,6 +89,7 @@ def serve(
                 usual=max_new_tokens,
                 seconds=timeout,
                 template=chats,
+                pooling=pooling,
                 **{
                     "slots": slots,
                     "queue": queue,

@@ -18,8 +18,9 @@ from starlette.types import Receive, Scope, Send
 from .._version import __version__
 from ..ir import InputError
 from .answers import ENDED, Shape, Whole, event
-from .asked import Asked, ChatRequest, CompletionRequest, read_body
+from .asked import Asked, Body, ChatRequest, CompletionRequest, read_body
 from .choices import Choices
+from .embeddings import EmbeddingRequest, Embeddings
 from .metrics import Metrics
 from .problems import Problem
 from .service import Service
@@ -57,16 +58,20 @@ def app_of(service: Service, *, key: str | None = None, most: int = MOST_BODY) -
                 401, "expected the server's key: Authorization: Bearer KEY", code="invalid_api_key"
             )
 
+    async def read(request: Request, kind: type[Body]) -> Body:
+        """Errors: `Problem` for what is no such request."""
+        try:
+            return read_body(kind, await _body(request, most))
+        except InputError as error:
+            raise Problem(400, str(error)) from error
+
     async def answer(
         request: Request,
         kind: type[Kind],
         begin: Callable[[Kind, str], Awaitable[Choices]],
     ) -> Response:
-        try:
-            asked = read_body(kind, await _body(request, most))
-        except InputError as error:
-            raise Problem(400, str(error)) from error
-        choices = await begin(asked, "" if request.client is None else request.client.host)
+        asked = await read(request, kind)
+        choices = await begin(asked, _client(request))
         shape = Shape(kind is ChatRequest, service.name, tokens, asked.listed)
         if asked.stream:
             return Events(choices, _events(choices, shape, asked), metrics)
@@ -86,11 +91,14 @@ def app_of(service: Service, *, key: str | None = None, most: int = MOST_BODY) -
         """Answer messages."""
         return await answer(request, ChatRequest, service.chat)
 
-    @app.post("/v1/embeddings", dependencies=guarded)
-    async def embeddings() -> Response:
-        """None are made."""
-        message = f"{service.name}: its steps return logits, and no hidden states to embed texts by"
-        raise Problem(501, message, code="not_implemented")
+    @app.post("/v1/embeddings", dependencies=guarded, openapi_extra=_schema(EmbeddingRequest))
+    async def embeddings(request: Request) -> Response:
+        """Texts as vectors."""
+        asked, begun = await read(request, EmbeddingRequest), monotonic()
+        work = Embeddings(service, asked, _client(request))
+        made = await _until_gone(request, work.answer(), work)
+        metrics.whole.observe(monotonic() - begun)
+        return JSONResponse(made)
 
     @app.get("/v1/models", dependencies=guarded)
     async def models() -> dict[str, Any]:
@@ -166,7 +174,7 @@ def _best(made: list[Whole], asked: Asked) -> list[Whole]:
     return [one for some in ranked for one in some]
 
 
-async def _until_gone(request: Request, work: Awaitable[T], choices: Choices) -> T:
+async def _until_gone(request: Request, work: Awaitable[T], choices: Choices | Embeddings) -> T:
     """What `work` gives, unless the client hangs up before. Errors: `Problem`."""
     going = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(request))
@@ -181,6 +189,10 @@ async def _until_gone(request: Request, work: Awaitable[T], choices: Choices) ->
             task.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await task
+
+
+def _client(request: Request) -> str:
+    return "" if request.client is None else request.client.host
 
 
 async def _gone(request: Request) -> None:

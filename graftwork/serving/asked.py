@@ -124,6 +124,16 @@ class Asked(Strict):
         return self.likeliest is not None
 
     @property
+    def scored(self) -> bool:
+        """Whether the answer has probabilities of the prompt's tokens, too."""
+        return False
+
+    @property
+    def silent(self) -> bool:
+        """Whether no new token is wanted."""
+        return False
+
+    @property
     def made(self) -> int:
         """Answers to each prompt, of which the `n` best are given."""
         return self.n
@@ -176,6 +186,7 @@ class CompletionRequest(Asked):
     usual: ClassVar[int | None] = 16
 
     prompt: str | Ids | list[str | Ids]
+    max_tokens: int | None = Field(None, ge=0)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY)
     best_of: int | None = Field(None, ge=1, le=MOST_CHOICES)
@@ -187,12 +198,14 @@ class CompletionRequest(Asked):
 
     @model_validator(mode="after")
     def _agreeing(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo: no logprobs of prompts are made here: leave one out")
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"best_of={self.best_of}: expected n={self.n} or more")
         if self.made > self.n and self.stream:
-            raise ValueError("best_of: which answers are best shows at their end: leave out stream")
+            raise ValueError(
+                f"best_of={self.best_of}: which answers are best shows when all have ended, so "
+                f"they cannot be streamed, here as at OpenAI: leave out stream, or give "
+                f"n={self.best_of} for all of them"
+            )
         return self
 
     @property
@@ -206,6 +219,18 @@ class CompletionRequest(Asked):
     @property
     def listed(self) -> bool:
         return self.logprobs is not None
+
+    @property
+    def tokens(self) -> int | None:
+        return 1 if self.silent else super().tokens
+
+    @property
+    def silent(self) -> bool:
+        return self.max_tokens == 0
+
+    @property
+    def scored(self) -> bool:
+        return self.echo and self.logprobs is not None
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -12,7 +12,7 @@ from ..runtime.serving.ticket import End, Reason, Ticket
 from .answers import Usage
 from .asked import Asked, ChatRequest
 from .problems import problem_of
-from .writing import Piece, Writing
+from .writing import UNSAID, Chance, Piece, Writing
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -61,7 +61,9 @@ class Choices:
         ends = request.stopping.eos if prompt.ends is None else prompt.ends
         calls = asked.calls if isinstance(asked, ChatRequest) else None
         single = calls is not None and not calls.several
-        writing = Writing(self.tokenizer, asked.stop, ends, prompt.form, single=single)
+        writing = Writing(
+            self.tokenizer, asked.stop, ends, prompt.form, single=single, whole=asked.scored
+        )
         self.writings.append(writing)
         self.echoes.append(prompt.echo)
         ticket = self.engine.submit(
@@ -70,6 +72,7 @@ class Choices:
             client=client,
             seconds=self.seconds,
             likeliest=asked.likeliest or 0,
+            scored=asked.scored,
         )
         self.tickets.append(ticket)
 
@@ -82,8 +85,9 @@ class Choices:
         """What is new of any of them, until all have ended. Errors: `Problem` for one that
         failed."""
         for index, echo in enumerate(self.echoes):
-            if echo:
+            if echo and not self.asked.scored:
                 yield Piece(index, echo)
+        echoed = set[int]()
         going = set(range(len(self.tickets)))
         try:
             while going:
@@ -92,6 +96,9 @@ class Choices:
                 if index not in going:
                     continue
                 piece = self._more(index, new, end)
+                if self.asked.scored and index not in echoed:
+                    echoed.add(index)
+                    yield Piece(index, self.echoes[index], chances=self._of_prompt(index))
                 if piece.finish is not None:
                     going.discard(index)
                     self.usage.reused += self._reused(end)
@@ -103,6 +110,8 @@ class Choices:
     def _more(self, index: int, new: list[int], end: End | None) -> Piece:
         writing, ticket = self.writings[index], self.tickets[index]
         likely = [ticket.likely.popleft() for _ in new] if ticket.likely else []
+        if self.asked.silent:
+            new, likely = [], []
         text, calls = writing.put(new, likely)
         self.usage.new += len(new)
         finish = None
@@ -113,8 +122,19 @@ class Choices:
         if writing.done or end is not None:
             rest, more = writing.end()
             text, calls = text + rest, [*calls, *more]
-            finish = writing.finish("stop" if end is None else str(end.reason))
-        return Piece(index, text, finish, calls, writing.chances())
+            reason = "stop" if end is None else str(end.reason)
+            finish = "length" if self.asked.silent else writing.finish(reason)
+        chances = writing.chances(ended=finish is not None)
+        if self.asked.scored:
+            behind = len(self.echoes[index])
+            chances = [one._replace(place=one.place + behind) for one in chances]
+        return Piece(index, text, finish, calls, chances)
+
+    def _of_prompt(self, index: int) -> list[Chance]:
+        """Of the prompt's tokens; nothing is said of the first."""
+        ticket, writing = self.tickets[index], Writing(self.tokenizer, (), (), whole=True)
+        writing.put(ticket.text.tokens[: ticket.text.prompt], [UNSAID, *ticket.prompt_likely])
+        return writing.waiting
 
     def _reused(self, end: End | None) -> int:
         return 0 if end is None or end.stats is None else end.stats.reused_tokens

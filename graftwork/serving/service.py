@@ -11,6 +11,7 @@ from ..chat.files import template_of
 from ..ir import GraftworkError, InputError
 from ..ir.support.tokenizer import decode, encode
 from ..model import Model
+from ..runtime.reading import check_pooling
 from ..runtime.serving.engine import Engine
 from .asked import Asked, ChatRequest, CompletionRequest
 from .choices import Choices, Prompt
@@ -24,8 +25,8 @@ class Service:
     """A model, by a name, and the engine that decodes for it.
 
     usual: new tokens of a message if the request does not say; seconds: that a request may take.
-    template: the chat template, instead of the checkpoint's. Errors: those of `Engine`, and for a
-    template that is none.
+    template: the chat template, instead of the checkpoint's. pooling: of embeddings, "mean" or
+    "last". Errors: those of `Engine`, and for a template or a pooling that is none.
     """
 
     def __init__(
@@ -36,13 +37,22 @@ class Service:
         usual: int = 1024,
         seconds: float | None = None,
         template: str | None = None,
+        pooling: str = "mean",
         **engine: Any,
     ) -> None:
         self.model, self.name, self.usual, self.seconds = model, name, usual, seconds
         self.tokenizer, self.template = model.tokenizer, template
+        check_pooling(pooling)
+        self.pooling = pooling
         if template is not None:
             template_of(model.program, given=template)
         self.engine = Engine(model.executable, **engine)
+
+    def check_name(self, asked: str | None) -> None:
+        """Errors: `Problem` for another model than this one."""
+        if asked not in (None, "", self.name):
+            message = f"the model {asked!r} is not here; there is {self.name!r}"
+            raise Problem(404, message, code="model_not_found")
 
     async def completion(self, asked: CompletionRequest, client: str) -> Choices:
         """Begin to answer. Errors: `Problem`."""
@@ -74,9 +84,7 @@ class Service:
     async def _begin(
         self, asked: Asked, prompts: Callable[[], Sequence[Prompt]], client: str
     ) -> Choices:
-        if asked.model not in (None, "", self.name):
-            message = f"the model {asked.model!r} is not here; there is {self.name!r}"
-            raise Problem(404, message, code="model_not_found")
+        self.check_name(asked.model)
         choices = Choices(self.engine, self.tokenizer, self.seconds, asked)
         try:
             # Long texts take a while to read: the loop goes on meanwhile.

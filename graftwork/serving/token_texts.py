@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from .writing import Chance
+from .writing import UNSAID, Chance
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -53,14 +53,19 @@ class TokenTexts:
 
     def of_texts(self, chances: Sequence[Chance]) -> dict[str, Any]:
         """As texts have them. The token that stands there is always among the likeliest."""
-        top = []
+        top: list[dict[str, float] | None] = []
         for one in chances:
+            if one.likely is UNSAID:
+                top.append(None)
+                continue
             best = zip(one.likely.ids, one.likely.logprobs, strict=True)
             found = {self.text(id): _finite(logprob) for id, logprob in best}
             top.append({**found, self.text(one.id): _finite(one.likely.logprob)})
         return {
             "tokens": [self.text(one.id) for one in chances],
-            "token_logprobs": [_finite(one.likely.logprob) for one in chances],
+            "token_logprobs": [
+                None if one.likely is UNSAID else _finite(one.likely.logprob) for one in chances
+            ],
             "top_logprobs": top,
             "text_offset": [one.place for one in chances],
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,6 +20,10 @@ class Chance(NamedTuple):
     id: int
     place: int
     likely: Likely
+
+
+UNSAID = Likely(math.nan, [], [])
+"""Of a text's first token, which follows from nothing."""
 
 
 class Piece(NamedTuple):
@@ -39,7 +44,7 @@ class Piece(NamedTuple):
 
 class Writing:
     """See the module docstring. stops, ends: of `TextStream`. form: of calls, if there may be any;
-    single: one at most."""
+    single: one at most. whole: a token that ends it has its probability told, too."""
 
     def __init__(
         self,
@@ -49,7 +54,9 @@ class Writing:
         form: ToolFormat | None = None,
         *,
         single: bool = False,
+        whole: bool = False,
     ) -> None:
+        self.whole = whole
         self.ends = frozenset(ends)
         marks = [] if form is None else [form.begin]
         self.stream = TextStream(tokenizer, stops, self.ends, marks)
@@ -74,7 +81,7 @@ class Writing:
         text = ""
         for token, one in zip(new, likely, strict=True):
             # A token is told with its text, or never: of a text that stops, nothing is shown.
-            if token not in self.ends:
+            if self.whole or token not in self.ends:
                 place = self.shown + len(self.stream.held)
                 self.waiting.append(Chance(token, place, one))
             self.total, self.count = self.total + one.logprob, self.count + 1
@@ -97,10 +104,13 @@ class Writing:
         stopped = self.done or reason == "stop"
         return "tool_calls" if called and stopped else "stop" if stopped else reason
 
-    def chances(self) -> list[Chance]:
-        """Of tokens whose text was shown since the last call."""
+    def chances(self, *, ended: bool = False) -> list[Chance]:
+        """Of tokens whose text was shown since the last call, and, once it has ended, of the one
+        that ended it."""
         found = [one for one in self.waiting if one.place < self.shown]
         self.waiting = self.waiting[len(found) :]
+        if ended and self.whole:
+            found += [one for one in self.waiting if one.id in self.ends]
         return found
 
     def _told(self, text: str) -> tuple[str, list[CallDelta]]:
