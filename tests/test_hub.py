@@ -84,15 +84,21 @@ class Server:
 FETCH = hub.snapshot_download
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where traces are kept, which are the same for all tests: only files come anew."""
+    return tmp_path_factory.mktemp("kept")
+
+
 def reach(address: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take this for the Hub, and forget what came from another one."""
-    monkeypatch.setenv("GRAFTWORK_CACHE", str(folder / "kept"))
     fetch = partial(FETCH, endpoint=address, cache_dir=folder / f"cache{address[-4:]}")
     monkeypatch.setattr(hub, "snapshot_download", fetch)
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("GRAFTWORK_CACHE", str(kept))
     folder = tmp_path / "repository"
     small_llama(24, 16).save_pretrained(folder)
     (folder / "modeling_evil.py").write_text("raise SystemExit('this ran')")
