@@ -19,6 +19,7 @@ from graftwork.ir import Function, Program, Sym, TensorType, Weight, run
 from graftwork.ir.check.verify import verify
 from graftwork.ir.inference.infer import _infer, _shapes
 from graftwork.ir.support.errors import VerifyError
+from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.engine.validate import empty_states
 
 A = torch.ops.aten
@@ -112,6 +113,14 @@ def test_every_attention_becomes_one_kernel_of_our_own(shape: Shape) -> None:
     step = lower(cached_llama(shape), "step", "own", native=True).function("step")
     assert len(step.calls(G.ort_attend.default)) == shape.layers
     assert not step.calls(G.attend.default, G.cache_write.default, G.step_mask.default)
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(rotary=0)], ids=name_of)
+def test_the_kernel_keeps_queries_that_a_state_holds(shape: Shape) -> None:
+    program = EvictCache(method="h2o", budget=32, block=16).run(cached_llama(shape)).program
+    step = lower(program, "step", "own", native=True).function("step")
+    assert len(step.calls(G.ort_attend_keeping.default)) == shape.layers
+    assert not step.calls(G.attend.default, G.cache_write.default, G.rotary.default)
 
 
 @pytest.mark.parametrize("shape", PLAIN, ids=name_of)

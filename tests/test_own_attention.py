@@ -32,11 +32,12 @@ OWN_OPS = {node_name(op): op for op in own_ops()}
 PLACES = {
     "CachedAttention": (
         *("query", "past_key", "past_value", "past", "key", "value"),
-        *("positions", "cos", "sin", "ancestors", "sinks", "slopes"),
+        *("positions", "cos", "sin", "ancestors", "sinks", "slopes", "past_kept", "kept_past"),
     ),
     "CachedQuantizedAttention": (
         *("query", "past_key", "past_value", "past_key_steps", "past_value_steps", "past"),
         *("key", "value", "positions", "cos", "sin", "ancestors", "sinks", "slopes"),
+        *("past_kept", "kept_past"),
     ),
     **{name: op.declared.names[: -len(zero_of(op)) or None] for name, op in OWN_OPS.items()},
 }
@@ -70,7 +71,7 @@ def node(op: str, operands: dict[str, torch.Tensor | None], **sizes: Any) -> lis
     inputs = [values.get(name) for name in PLACES[op]]
     while inputs[-1] is None:
         inputs.pop()
-    kinds = OUTPUTS[op]
+    kinds = OUTPUTS[op] + ([F32] if operands.get("past_kept") is not None else [])
     made = oir.node(op, inputs, {**SIZES[op], **sizes}, domain=OWN, num_outputs=len(kinds))
     for i, value in enumerate(made.outputs):
         value.name, value.dtype = f"out{i}", kinds[i]
@@ -185,6 +186,40 @@ def test_a_step_has_torchs_bits_and_the_ops_meaning(shape):
     operands = [of.get(n) for n in (*order, "ancestors", "sinks", "slopes")]
     meant = ort_attend(*operands, heads=4, groups=2, **options)[0]
     torch.testing.assert_close(got[0], meant, rtol=1e-4, atol=1e-5)
+
+
+@given(SHAPES)
+def test_queries_are_kept_as_they_meet_keys(shape):
+    """With torch's bits, and attention has the bits that it has without."""
+    seed, (batch, width), rows, (dim, wide), kind = shape
+    of, options = step(seed, batch, width, rows, dim, wide, kind)
+    how, kept = as_attributes(options), torch.randn(batch, 4, width + 3, dim)
+    keeping = {"past_kept": kept, "kept_past": torch.tensor([0, 3, 2])[:batch]}
+    *got, queries = node("CachedAttention", of | keeping, **how)
+    assert torch.equal(got[0], node("CachedAttention", of, **how)[0])
+    asked = of["query"].reshape(batch, width, 4, dim).transpose(1, 2)
+    if of.get("cos") is not None:
+        tables = (of[name][of["positions"]] for name in ("cos", "sin"))
+        asked = rotary(asked, *tables, interleaved=options["interleaved"])
+    assert torch.equal(queries, cache_write(kept, asked, keeping["kept_past"]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"kept_past": None}, "past_kept and kept_past go together"),
+        ({"kept_past": torch.tensor([0, 0, 0])}, "kept_past must be"),
+        ({"kept_past": torch.tensor([0, 7])}, "index 7 lies outside 0..6"),
+        ({"kept_past": torch.tensor([0, -1])}, "index -1 lies outside 0..6"),
+        ({"past_kept": torch.zeros(2, 2, 8, 16)}, "past_kept must be"),
+        ({"past_kept": torch.zeros(2, 4, 128)}, "past_kept must be"),
+    ],
+)
+def test_states_that_do_not_hold_the_queries_are_refused(changes, says):
+    of, options = step(0, 2, 2, 20, 16, 16, "")
+    of |= {"past_kept": torch.zeros(2, 4, 8, 16), "kept_past": torch.tensor([0, 6])} | changes
+    with pytest.raises(Exception, match=says):
+        node("CachedAttention", of, **options)
 
 
 def as_attributes(options: dict[str, Any]) -> dict[str, Any]:

@@ -167,6 +167,8 @@ struct Tokens {
                     std::to_string(of.C - 1));
             for (int64_t t = 0; !of.positions && t < of.T; t++) counted.push_back(of.past[b] + t);
         }
+        for (int64_t b = 0; of.kept && b < of.B; b++)
+            if (of.T) check_index(of.kept_past[b], of.W - of.T + 1);
         for (int64_t i = 0; of.cos && i < of.B * of.T; i++) check_index(positions(0)[i], of.angles);
         if (reach_ends()) near.resize(of.B * of.T * of.T);
         for (int64_t i = 0; i < int64_t(near.size()); i++) near[i] = is_near(i);
@@ -218,8 +220,18 @@ struct Tokens {
     Cache values() const {
         return {of.stored, of.past_values, of.values, of.past_value_steps, of.value_steps, of.C, of.E};
     }
-    // A group's new rows into its caches.
+    // Keeps a token's query [D].
+    void keep(const float* query, int64_t b, int64_t head, int64_t t) const {
+        std::copy(query, query + of.D,
+                  of.kept + ((b * of.H + head) * of.W + of.kept_past[b] + t) * of.D);
+    }
+    // A group's new rows into its caches, and the queries that were kept of its heads.
     void write(int64_t group) const {
+        if (of.kept && of.kept != of.past_kept) {
+            const int64_t size = of.H / of.G * of.W * of.D;
+            std::copy(of.past_kept + group * size, of.past_kept + (group + 1) * size,
+                      of.kept + group * size);
+        }
         static thread_local std::vector<float> space;
         space.resize(std::max(of.D, of.E));
         const int64_t b = group / of.G, g = group % of.G, past = of.past[b];
@@ -388,6 +400,7 @@ void graftwork::attend(const Cached& of, const Team& team) {
             float* const turned = space.data() + i * of.D;
             Query query = tokens.seen(b, t);
             if (turns) tokens.turn(values, b, t, turned);
+            if (of.kept) tokens.keep(turns ? turned : values, b, head, t);
             if (of.stored.turned) turn_by_hadamard(turned, of.D);
             query.values = turns ? turned : values;
             query.sink = of.sinks ? of.sinks + head : nullptr;

@@ -22,7 +22,8 @@ struct Stored {
 // before; caches [B,G,C,D] and [B,G,C,E], of which the new ones may be the old ones themselves, and
 // likewise their steps; past [B]; out [B,T,H,E]. Unless they are null: positions [B,T], otherwise
 // those after `past`; tables [angles, half] of a rotary embedding; ancestors [B,T,T], otherwise the
-// tokens are a chain; sinks and slopes [H]. A window, chunk or softcap of 0 is none.
+// tokens are a chain; sinks and slopes [H]. A window, chunk or softcap of 0 is none. Queries are kept
+// as they are compared with keys, in kept [B,H,W,D] from the rows kept_past [B] on, unless it is null.
 struct Cached {
     const float *query, *key, *value;
     int64_t query_step, key_step, value_step;
@@ -35,7 +36,10 @@ struct Cached {
     const uint8_t* ancestors;
     const float *sinks, *slopes;
     float* out;
-    int64_t B, H, G, T, C, D, E, angles, half, window, chunk;
+    const float* past_kept;
+    const int64_t* kept_past;
+    float* kept;
+    int64_t B, H, G, T, C, D, E, W, angles, half, window, chunk;
     float scale, softcap;
     bool interleaved;
     Stored stored;

@@ -1,14 +1,15 @@
 // Attention as ops of ONNX Runtime.
 //
 //   CachedAttention(query, past_key, past_value, past, key?, value?, positions?, cos?, sin?,
-//     ancestors?, sinks?, slopes?; heads, groups, scale, softcap, window, chunk, interleaved, threads)
-//     -> (out, key, value)
+//     ancestors?, sinks?, slopes?, past_kept?, kept_past?; heads, groups, scale, softcap, window, chunk,
+//     interleaved, threads) -> (out, key, value, kept?)
 //   CachedQuantizedAttention(query, past_key, past_value, past_key_steps, past_value_steps, past, ...
-//     as above; bits, turned, ...) -> (out, key, value, key_steps, value_steps)
+//     as above; bits, turned, ...) -> (out, key, value, key_steps, value_steps, kept?)
 //
-// They are graftwork.ort_attend and ort_attend_quantized, where the last dimension of query, key, value
-// and out is that of all heads. Caches are written where they lie, if key and value are bound to the
-// memory of past_key and past_value.
+// They are graftwork.ort_attend and ort_attend_quantized, or with past_kept ort_attend_keeping and
+// ort_attend_quantized_keeping, where the last dimension of query, key, value and out is that of all
+// heads. Caches are written where they lie, if key and value are bound to the memory of past_key and
+// past_value, and kept likewise.
 
 #pragma once
 
@@ -21,14 +22,14 @@ namespace graftwork {
 template <bool STORED>
 struct CachedNode {
     static constexpr const char* NAME = STORED ? "CachedQuantizedAttention" : "CachedAttention";
-    static constexpr int STEPS = STORED ? 2 : 0, REQUIRED = 4 + STEPS, OUTPUTS = 3 + STEPS;
+    static constexpr int STEPS = STORED ? 2 : 0, REQUIRED = 4 + STEPS, NEEDED = 3 + STEPS;
     static constexpr ort::Element ROWS = STORED ? ort::UINT8 : ort::FLOAT;
     static ort::Element input(int place) {
         if (place == 1 || place == 2) return ROWS;
-        if (place == REQUIRED - 1 || place == REQUIRED + 2) return ort::INT64;
+        if (place == REQUIRED - 1 || place == REQUIRED + 2 || place == REQUIRED + 9) return ort::INT64;
         return place == REQUIRED + 5 ? ort::BOOL : ort::FLOAT;
     }
-    static constexpr int INPUTS = REQUIRED + 8;
+    static constexpr int INPUTS = REQUIRED + 10, OUTPUTS = NEEDED + 1;
     static ort::Element output(int place) { return place == 1 || place == 2 ? ROWS : ort::FLOAT; }
 
     const ort::Api& api;
@@ -74,7 +75,8 @@ struct CachedNode {
         const ort::Tensor value = read(REQUIRED + 1), positions = read(REQUIRED + 2);
         const ort::Tensor cos = read(REQUIRED + 3), sin = read(REQUIRED + 4);
         const ort::Tensor ancestors = read(REQUIRED + 5), sinks = read(REQUIRED + 6);
-        const ort::Tensor slopes = read(REQUIRED + 7);
+        const ort::Tensor slopes = read(REQUIRED + 7), old_kept = read(REQUIRED + 8);
+        const ort::Tensor kept_past = read(REQUIRED + 9);
         want(query.sizes.size() == 3, "query must be [B, T, heads * D]");
         want(old_keys.sizes.size() == 4, "past_key must be [B, groups, C, D]");
         want(old_values.sizes.size() == 4, "past_value must be [B, groups, C, E]");
@@ -99,6 +101,10 @@ struct CachedNode {
         want(ancestors.is({B, T, T}), "ancestors must be [B, T, T]");
         want(sinks.is({heads}), "sinks must be [heads]");
         want(slopes.is({heads}), "slopes must be [heads]");
+        want(!old_kept.value == !kept_past.value, "past_kept and kept_past go together");
+        const int64_t W = old_kept.value && old_kept.sizes.size() == 4 ? old_kept.sizes[2] : 0;
+        want(old_kept.is({B, heads, W, D}), "past_kept must be [B, heads, W, D]");
+        want(kept_past.is({B}), "kept_past must be [B]");
         const float* const first = query.data<float>(api);
         const auto output = [&](size_t place, const std::vector<int64_t>& sizes) {
             return api.data<void>(api.output(context, place, sizes));
@@ -126,6 +132,12 @@ struct CachedNode {
         given.values = output(2, old_values.sizes);
         if (STORED) given.key_steps = static_cast<float*>(output(3, old_key_steps.sizes));
         if (STORED) given.value_steps = static_cast<float*>(output(4, old_value_steps.sizes));
+        if (old_kept.value) {
+            given.past_kept = old_kept.data<float>(api);
+            given.kept_past = kept_past.data<int64_t>(api);
+            given.kept = static_cast<float*>(output(NEEDED, old_kept.sizes));
+            given.W = W;
+        }
         given.B = B, given.H = heads, given.G = groups, given.T = T, given.C = C, given.D = D;
         given.E = E, given.window = window, given.chunk = chunk;
         given.scale = scale, given.softcap = softcap;

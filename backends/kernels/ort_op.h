@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <type_traits>
 
 #include "ort_abi.h"
 #include "team.h"
@@ -58,7 +59,14 @@ struct OpOf : ort::CustomOp {
     }
 };
 
-// One that says so itself. After the REQUIRED ones inputs may be absent.
+// How many outputs of a node have to be there.
+template <class Node, class = void>
+constexpr int needed = Node::OUTPUTS;
+template <class Node>
+constexpr int needed<Node, std::void_t<decltype(Node::NEEDED)>> = Node::NEEDED;
+
+// One that says so itself. After the REQUIRED ones inputs may be absent, and after the NEEDED ones, if
+// it has such a number, outputs.
 template <class Node>
 struct Op : OpOf<Node> {
     using CustomOp = ort::CustomOp;
@@ -71,6 +79,9 @@ struct Op : OpOf<Node> {
         };
         this->output_type = [](const CustomOp*, size_t place) { return Node::output(int(place)); };
         this->output_count = [](const CustomOp*) { return size_t(Node::OUTPUTS); };
+        this->output_presence = [](const CustomOp*, size_t place) {
+            return int(place) < needed<Node> ? ort::REQUIRED : ort::OPTIONAL;
+        };
         this->create = [](const CustomOp*, const ort::Api* api, const ort::Info* info, void** made) {
             return ort::guarded(*api, [&] { *made = new Node(*api, info); });
         };

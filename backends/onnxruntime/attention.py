@@ -14,11 +14,12 @@ After, with %qkv f32[B,T,128] the product that query, key and value are pieces o
     %a: (f32[B,T,64], f32[B,2,C,16], f32[B,2,C,16]) = graftwork.ort_attend(%qkv, None, None,
         %kv.0.key, %kv.0.value, %past, %positions, @cos, @sin, heads=4, groups=2, scale=0.25)
 
-or GroupQueryAttention's `ort_gqa`, with `%seqlens, %total` for `%past`. Both want caches of the
+or `ort_attend_keeping`, if a write of the queries into another state is all else that reads %q; or
+GroupQueryAttention's `ort_gqa`, with `%seqlens, %total` for `%past`. Kernels want caches of the
 query's dtype that nothing else reads before they are written, and a step mask whose rows stand for
-the positions of their numbers. graftwork's kernel takes float32; the other one equal key and value
-widths in multiples of 8 (16 where it rotates), and no chunks. An attention that is otherwise stays
-as it is.
+the positions of their numbers. graftwork's takes float32; the other one equal key and value widths
+in multiples of 8 (16 where it rotates), and no chunks. An attention that is otherwise stays as it
+is.
 
 A function may go on after its tokens, one more at a time (an unrolled chain): such an attention
 reads the cache that the one before wrote, and counts its rows from its own `past`.
@@ -55,7 +56,8 @@ OVERHANG = 128
 class Kernel:
     """A kernel that attention may become.
 
-    ops: what stands for it, by the op of the attention that it does. takes: whether it does, of
+    ops: what stands for it, by the op of the attention that it does. keeping: the same, where it
+    keeps queries. takes: whether it does, of
     query, key and value types. turns: whether
     it rotates heads of a width by angles of half of what they turn. own_tokens: whether a function
     may feed it several tokens that are none of its inputs. counts: whether it takes counts of rows
@@ -63,6 +65,7 @@ class Kernel:
     """
 
     ops: Mapping[Any, Any]
+    keeping: Mapping[Any, Any]
     takes: Callable[[TensorType, TensorType, TensorType], bool]
     turns: Callable[[int, int], bool]
     own_tokens: bool
@@ -85,6 +88,7 @@ Counted = Literal["chain", "tree"]
 
 GQA = Kernel(
     {G.attend.default: G.ort_gqa.default},
+    keeping={},
     takes=_takes_alike,
     turns=lambda width, half: width % 16 == 0 and half % 8 == 0,
     own_tokens=False,
@@ -96,6 +100,7 @@ OWN = Kernel(
         G.attend.default: G.ort_attend.default,
         G.attend_quantized.default: G.ort_attend_quantized.default,
     },
+    keeping={G.attend.default: G.ort_attend_keeping.default},
     takes=_takes_float32,
     turns=lambda width, half: True,
     own_tokens=True,
@@ -144,6 +149,8 @@ class _Found:
     sinks: torch.fx.Node | None
     tables: _Tables | None
     options: dict[str, Any]
+    keeping: torch.fx.Node | None
+    """The write that keeps the queries, if the kernel can do it."""
 
 
 def _match(fn: Function, node: torch.fx.Node, kernel: Kernel) -> _Found | None:
@@ -199,7 +206,21 @@ def _match(fn: Function, node: torch.fx.Node, kernel: Kernel) -> _Found | None:
         sinks=given["sinks"],
         tables=tables,
         options=options,
+        keeping=_keeping(fn, given["q"], node) if node.target in kernel.keeping else None,
     )
+
+
+def _keeping(fn: Function, q: torch.fx.Node, attend: torch.fx.Node) -> torch.fx.Node | None:
+    """The only other reader of the queries, if it writes them into a state of their dtype."""
+    others = set(q.users) - {attend}
+    if len(others) != 1:
+        return None
+    (write,) = others
+    if write.target is not G.cache_write.default or write.args[1] is not q:
+        return None
+    state = arguments(write)["cache"]
+    alone = state.op == "placeholder" and len(state.users) == 1
+    return write if alone and type_of(state).dtype == type_of(q).dtype else None
 
 
 def _rows(new: torch.fx.Node, bits: int | None) -> torch.fx.Node:
@@ -325,23 +346,28 @@ class _Lowering:
             if found.tables is not None:
                 tables = [self.table(t, dtype) for t in (found.tables.cos, found.tables.sin)]
                 found.options["interleaved"] = found.tables.interleaved
+            ops, kept = self.kernel.ops, []
+            if found.keeping is not None:
+                ops, keeping = self.kernel.keeping, arguments(found.keeping)
+                kept = [keeping["cache"], keeping["past"]]
             result = fn.call(
-                self.kernel.ops[found.node.target],
-                *(*parts, *caches, *counts, self.positions(found), *tables),
+                ops[found.node.target],
+                *(*parts, *caches, *counts, *kept, self.positions(found), *tables),
                 *(found.ancestors, found.sinks, found.slopes),
                 site=site,
                 heads=heads,
                 groups=groups,
                 **{k: v for k, v in found.options.items() if v is not None},
             )
-            flat, *states = (fn.item(result, index) for index in range(1 + len(caches)))
+            written = [*found.writes, *([found.keeping] if found.keeping is not None else [])]
+            flat, *states = (fn.item(result, index) for index in range(1 + len(written)))
             dims = list(type_of(found.node).dims)
             spread = fn.call(A.view.default, flat, [dims[0], dims[2], dims[1], dims[3]], site=site)
             attended = fn.call(A.transpose.int, spread, 1, 2, site=site)
         found.node.replace_all_uses_with(attended)
-        for write, cache in zip(found.writes, states, strict=True):
+        for write, cache in zip(written, states, strict=True):
             write.replace_all_uses_with(cache)
-        for node in (found.node, *found.writes):
+        for node in (found.node, *written):
             fn.graph.erase_node(node)
 
     def flat(self, x: torch.fx.Node) -> torch.fx.Node:

@@ -7,6 +7,7 @@ interpreter and can be compared with what it was lowered from.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,6 +155,61 @@ def ort_attend(
     bias = None if slopes is None else alibi(slopes, past, positions, past_key.shape[2])
     out = attend(q, keys, values, mask, bias, sinks, scale=scale, softcap=softcap)
     return out.transpose(1, 2).flatten(2), keys, values
+
+
+def _keeping_samples() -> Iterator[Sample]:
+    for args, options in _attend_samples():
+        given = list(args) + [None] * (12 - len(args))
+        kept = torch.randn(2, 4, 9, 12)
+        yield (*given[:6], kept, torch.tensor([6, 0]), *given[6:]), options
+
+
+@op(
+    "query: BTQ, past_key: BGCD, past_value: BGCE, kept: BHWD, kept_past: i64 B, H = heads, "
+    "N = heads * E -> BTN, past_key, past_value, kept",
+    samples=_keeping_samples,
+)
+def ort_attend_keeping(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    past_key: Tensor,
+    past_value: Tensor,
+    past: Tensor,
+    kept: Tensor,
+    kept_past: Tensor,
+    positions: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    ancestors: Tensor | None = None,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    *,
+    heads: int,
+    groups: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    interleaved: bool = False,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`ort_attend` that puts its queries, as they are compared with keys, into a state, too.
+
+    ``%a: (f32[B,T,E*H], f32[B,G,C,D], f32[B,G,C,E], f32[B,H,W,D]) = graftwork.ort_attend_keeping(
+    %qkv, None, None, %kv.0.key, %kv.0.value, %past, %kv.0.query, %in_block, %positions, @cos, @sin,
+    heads=8, groups=2, scale=0.125)``
+
+    kept [B,H,W,D], kept_past i64[B]: written as by `cache_write`; the rest as there. Returns the
+    attended values, both caches and the state.
+    """
+    given = query, key, value, past, positions, cos, sin
+    sizes = heads, groups, past_key.shape[3], past_value.shape[3]
+    q = _turned(*given, sizes, interleaved)[0]
+    how: dict[str, Any] = {"heads": heads, "groups": groups, "scale": scale, "window": window}
+    how |= {"softcap": softcap, "interleaved": interleaved, "chunk": chunk}
+    before = query, key, value, past_key, past_value, past, positions, cos, sin
+    done: tuple[Tensor, ...] = ort_attend(*before, ancestors, sinks, slopes, **how)
+    return done[0], done[1], done[2], cache_write(kept, q, kept_past)
 
 
 def _turned(

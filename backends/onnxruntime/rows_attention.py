@@ -97,6 +97,16 @@ def _cached_attention(op: str, kernel: str, caches: int) -> None:
     row(getattr(G, op).default, native=True)(emit)
 
 
+@row(G.ort_attend_keeping.default, native=True)
+def _keeping_attention(e: Emitter, query: oir.Value, key: Any, value: Any, *more: Any) -> Any:
+    zeros = zero_of(all_ops()["ort_attend_keeping"])
+    caches, kept, behind = more[:3], more[3:5], more[5 : len(more) - len(zeros)]
+    options = zip(zeros.items(), more[-len(zeros) :], strict=True)
+    how = {name: type(zero)(given or zero) for (name, zero), given in options}
+    operands = query, *caches, key, value, *behind, *kept
+    return e.own("CachedAttention", *operands, **how, threads=e.threads, outputs=4)
+
+
 _cached_attention("ort_attend", "CachedAttention", 2)
 _cached_attention("ort_attend_quantized", "CachedQuantizedAttention", 4)
 
