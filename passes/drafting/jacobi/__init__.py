@@ -41,7 +41,7 @@ class JacobiDrafter(Drafter):
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """The first guess is the end of the prompt once more."""
         known = [prompt or [0] for prompt in self.known(prompts)]
-        self.blocks = [_filled([], prompt, self.record.tokens) for prompt in known]
+        self.blocks = [filled([], prompt, self.record.tokens) for prompt in known]
 
     def propose(self, rooms: Sequence[int]) -> list[Draft]:
         return [
@@ -56,12 +56,12 @@ class JacobiDrafter(Drafter):
         for index, (draft, path, tokens) in enumerate(rows):
             if not tokens or not draft.tokens:
                 continue
-            deepest = _below(draft, path)
+            deepest = below(draft, path)
             guesses = [said[index][node + 1] for node in deepest]
-            self.blocks[index] = _filled(guesses, tokens, self.record.tokens)
+            self.blocks[index] = filled(guesses, tokens, self.record.tokens)
 
 
-def _below(draft: Draft, path: Sequence[int]) -> list[int]:
+def below(draft: Draft, path: Sequence[int]) -> list[int]:
     """The nodes after an accepted path: those of the chain, or of a tree's first branch.
 
     The first node that was not accepted was wrong, but what the target said after it is still the
@@ -75,7 +75,7 @@ def _below(draft: Draft, path: Sequence[int]) -> list[int]:
     return found
 
 
-def _filled(guesses: Sequence[int], tokens: Sequence[int], count: int) -> list[int]:
+def filled(guesses: Sequence[int], tokens: Sequence[int], count: int) -> list[int]:
     """`count` guesses; where there are fewer, the text's last tokens again."""
     block = list(guesses[:count])
     tail = list(tokens[-count:])
