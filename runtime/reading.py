@@ -55,8 +55,6 @@ class Reading:
         self.texts, self.pooling, self.stats = texts, pooling, Stats()
         self.cache = CACHES.find(program.plan.cache)(program.plan.cache, executable)
         self.feeder = Feeder(executable, len(texts), reading_of(program))
-        ahead = program.plan.step.ahead
-        self.ahead = Feeder(executable, len(texts), ahead) if ahead else None
         self.sums: list[torch.Tensor | None] = [None] * len(texts)
 
     def starting(self) -> Generator[None, int | None, None]:
@@ -65,8 +63,6 @@ class Reading:
         rows = max(len(text.tokens) for text in texts)
         self.feeder.begin(rows if most is None else min(rows, most), 0)
         self.cache.begin(len(texts))
-        if self.ahead is not None:
-            raise UnsupportedError("the recipe's prompts run through some of the layers alone")
         yield from prefill(self.feeder, texts, (STATES,), self.cache, told=self._take)
         for text in texts:
             text.done = True

@@ -22,8 +22,8 @@ class Text:
     gave. unknown: of the prompt, tokens that are not known, since only their rows are. whole:
     (first, last + 1) of tokens of the prompt that have to be fed at once. places: the positions of
     the prompt's tokens, where they are not 0, 1, 2, ... processors: what changes the scores of its
-    tokens. grammar: among those, if there is one. logits, scores: f32[V], what each new token was chosen
-    by, if a call wants them.
+    tokens. grammar: among those, if there is one. logits, scores: f32[V], what each new token was
+    chosen by, if a call wants them.
 
     rows: of the caches, those that hold something of the sequence; a step appends after them.
     position: of the next token that is fed. The last token is not fed yet. Both grow with the text;
