@@ -8,7 +8,7 @@ rows of real_models.md and measured.md that measure it, with the command that th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -38,6 +38,14 @@ FAMILIES = {
     "out only after healing or training.",
     "Several processes": "For one model on several processes or devices.",
 }
+REAL = (
+    "Of real models, *weights*, *speed* and *prompt* (the time until the first token) are over the "
+    "unchanged model's, 1.00; *texts* are how many of eight prompts gave its own text, and how "
+    "much of them; *prose* and *code* are nats a token from its distribution, perplexity over its, "
+    "and how often the likeliest token is the same ([how this was taken](../real_models.md))."
+)
+"""What the columns of real_models.md say."""
+
 CONTRACTS = {
     "exact": "Logits stay as they are, up to float error.",
     "lossless": "The output distribution stays: decoding greedily, every token.",
@@ -158,6 +166,8 @@ def _tried(recipe: Recipe) -> list[str]:
         heads = [p.name for p in own_passes(recipe) if "weights" in type(p).model_fields]
         learns += f" --set {heads[0]}.weights=HEADS" if heads else ""
     lines.append(f"    graftwork optimize MODEL --recipe {recipe.name}{learns} --out DIR")
+    if "tensor_parallel" not in recipe.name:
+        lines.append("    graftwork generate DIR --prompt TEXT")
     if recipe.contract == Contract.APPROXIMATE.value:
         lines.append(f"    graftwork eval MODEL --recipes {recipe.name}{learns}")
     return lines
@@ -173,19 +183,37 @@ def _options(recipe: Recipe) -> Iterator[str]:
         shown = True
         yield f"**{pass_.name}** (`--set {pass_.name}.OPTION=VALUE`)"
         yield ""
-        if doc := " ".join((type(pass_).__doc__ or "").split("Before::")[0].split()):
-            yield _prose(doc)
+        doc = " ".join((type(pass_).__doc__ or "").split("Before::")[0].split())
+        about, meanings = _meanings(doc, values)
+        for base in type(pass_).__mro__[1:]:  # of options that passes share
+            more = " ".join((vars(base).get("__doc__") or "").split())
+            meanings = _meanings(more, values)[1] | meanings
+        if about:
+            yield _prose(about)
             yield ""
-        yield "| option | here | default |"
-        yield "|---|---|---|"
+        yield "| option | here | default | what it says |"
+        yield "|---|---|---|---|"
         fields = type(pass_).model_fields
         for name, value in values.items():
             usual = fields[name].get_default(call_default_factory=True)
-            yield f"| `{name}` | {_value(value)} | {_value(usual)} |"
+            said = _cell(_prose(meanings.get(name, "")))
+            yield f"| `{name}` | {_value(value)} | {_value(usual)} | {said} |"
         yield ""
     if not shown:
         yield "None of its own."
         yield ""
+
+
+def _meanings(doc: str, options: Iterable[str]) -> tuple[str, dict[str, str]]:
+    """What a docstring says of a pass, and of each of its options: "Copies. tokens: at most." """
+    doc = re.sub(r" ?The rest: see .*$", "", doc)
+    names = "|".join(sorted(map(re.escape, options), key=len, reverse=True))
+    one = rf"(?:{names})"
+    pieces = re.split(rf"(?:^|(?<=[.;)] ))({one}(?:, {one})*): ", doc)
+    found: dict[str, str] = {}
+    for said, meaning in zip(pieces[1::2], pieces[2::2], strict=True):
+        found |= dict.fromkeys(said.split(", "), meaning.strip())
+    return pieces[0].strip(), found
 
 
 def _prose(doc: str) -> str:
@@ -205,6 +233,9 @@ def _cost(name: str) -> Iterator[str]:
     found = [m for page in MEASURED for m in _measured(page, name)][:BELONGING]
     if not found:
         yield "Not measured on a real model yet: `graftwork eval` and `bench` do so on yours."
+        yield ""
+    if any(measured.source == "real_models.md" for measured in found):
+        yield REAL
         yield ""
     for measured in found:
         yield f"[{measured.section}](../{measured.source}#{anchor(measured.section)}):"

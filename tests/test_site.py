@@ -57,6 +57,17 @@ def test_families(name: str, family: str) -> None:
     assert methods_pages.family_of(recipe) == family
 
 
+def test_options_say_what_they_mean(made: dict[str, str]) -> None:
+    """In a row each, also those that passes share; nothing points at a class."""
+    page = made["methods/copyspec.md"]
+    assert "| `tokens` | `10` | `10` | draft tokens a step at most. |" in page
+    rows = re.findall(r"^\| `(?:longest|shortest)` .*lengths of suffix that count", page, re.M)
+    assert len(rows) == 2 and "    graftwork generate DIR --prompt TEXT" in page
+    weights = re.search(r"^\| `weights` \|.*\| (.*) \|$", made["methods/eagle2.md"], re.M)
+    assert weights is not None and weights[1].strip()
+    assert not [name for name, text in made.items() if "The rest: see" in text]
+
+
 def test_figures_stand_beside_the_command_that_gave_them(made: dict[str, str]) -> None:
     page = made["methods/int4.md"]
     cost = page.partition("## What it cost")[2].partition("\n## ")[0]
