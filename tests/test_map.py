@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shutil import copy
 from typing import Any
 
 import pytest
+from small_llama import small_llama
 from test_chat import DEMO, TARGET, TEMPLATE
 from test_front_door import run
 
@@ -20,8 +22,13 @@ TEXTS = ["import os\n", "def add(a, b):", "class A:", "for x in", "x = 1", "if a
 
 
 @pytest.fixture(scope="module")
-def demo() -> gw.Model:
-    return gw.optimize(DEMO, target=TARGET)
+def demo(tmp_path_factory: pytest.TempPathFactory) -> gw.Model:
+    """Two layers, with the tokenizer of the demo's model: workers here are given it."""
+    folder = tmp_path_factory.mktemp("small")
+    small_llama(2048, 0, max_position_embeddings=256).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        copy(DEMO / name, folder)
+    return gw.optimize(folder, target=TARGET)
 
 
 @pytest.fixture
