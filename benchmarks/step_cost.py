@@ -20,6 +20,7 @@ import torch
 
 import graftwork as gw
 from graftwork.backends import Target
+from graftwork.ir import SOURCE
 from graftwork.ir.execution.executable import Executable
 
 WARM_UP = 3
@@ -37,6 +38,8 @@ def fill(executable: Executable, past: int) -> None:
     program = executable.program
     held = program.plan.cache.held
     for name, state in program.states.items():
+        if state.capacity == SOURCE:  # what a call brings, if it brings anything
+            continue
         own = held.get(state.capacity or "")
         rows = held_rows(executable, 1, past) if own is None else own.rows(past)
         for written in executable.read_rows([name], 0, 0, rows).values():
