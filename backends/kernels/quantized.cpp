@@ -148,13 +148,59 @@ __attribute__((noinline)) void add_groups(
     }
 }
 
+// The same of weights as they are packed: nothing but the sums and totals needs registers.
+template <int ROWS, bool OFFSETS, class Format>
+__attribute__((noinline)) void add_groups(
+    const Tile& tile,
+    const AsPacked<Format>& source,
+    Gang gang,
+    Sums<Processor::Real, ROWS>& given) {
+    constexpr int PARTS = Processor::PARTS;
+    const Weights& w = *tile.of;
+    const int64_t groups = w.groups(), bytes = source.blocks * DEPTH * ROWS;
+    Sums<Processor::Real, ROWS> totals;
+#pragma GCC unroll 32
+    for (int i = 0; i < PARTS * ROWS; i++) totals[i / ROWS][i % ROWS] = given[i / ROWS][i % ROWS];
+    for (int64_t g = 0, left = gang.each; g < groups; g++) {
+        Sums<Processor::Whole, ROWS> found;
+        source.template add_unit<ROWS>(g, gang.values, gang.starts, found);
+        const int64_t at = (tile.number * groups + g) * OUTPUTS;
+#pragma GCC unroll 2
+        for (int part = 0; part < PARTS; part++) {
+            const Processor::Real scale = reals(w.scale, w.half_scale, at, part);
+            Processor::Real offset;
+            if constexpr (OFFSETS) offset = reals(w.offset, w.half_offset, at, part);
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; r++) {
+                const Processor::Real value = Processor::product(
+                    Processor::real(found[part][r]), Processor::real(gang.steps[r]));
+                Processor::Real total = Processor::fused(value, scale, totals[part][r]);
+                if constexpr (OFFSETS)
+                    total = Processor::fused(Processor::real(gang.sums[r]), offset, total);
+                totals[part][r] = total;
+            }
+        }
+        gang.values += bytes;
+        gang.starts += ROWS;
+        gang.sums += ROWS;
+        if (--left == 0) {
+            gang.steps += ROWS;
+            left = gang.each;
+        }
+    }
+#pragma GCC unroll 32
+    for (int i = 0; i < PARTS * ROWS; i++) given[i / ROWS][i % ROWS] = totals[i / ROWS][i % ROWS];
+}
+
 template <int ROWS, class Format>
 INLINE void add_products(
     const Tile& tile,
     const AsPacked<Format>& source,
     const Gang& gang,
     Sums<Processor::Real, ROWS>& totals) {
-    add_units<ROWS>(tile, source, gang, totals);
+    if (tile.of->unit() != tile.of->group) return add_units<ROWS>(tile, source, gang, totals);
+    if (tile.of->offset) return add_groups<ROWS, true>(tile, source, gang, totals);
+    add_groups<ROWS, false>(tile, source, gang, totals);
 }
 
 template <int ROWS, class Many>
