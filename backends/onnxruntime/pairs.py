@@ -44,6 +44,7 @@ _BY_ROW = frozenset(
         G.quantized_embedding.default,
         A.embedding.default,
         A.argmax.default,
+        A.topk.default,
         A.arange.start_step,
         A._to_copy.default,
         A.clone.default,
