@@ -75,6 +75,18 @@ def seeded() -> Iterator[None]:
     assert torch.is_grad_enabled(), "this test left gradients off"
 
 
+@pytest.fixture(autouse=True)
+def steady(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are whole, whatever steps take: how many are accepted does not depend on the machine.
+    Tests marked `measured` are about policies that look at the time."""
+    if request.node.get_closest_marker("measured") is None:
+        from graftwork.runtime.speculate.lengths.chains import ReadyChains
+        from graftwork.runtime.speculate.lengths.goodput import GoodputPolicy
+
+        monkeypatch.setattr(GoodputPolicy, "_size", lambda policy: policy.most)
+        monkeypatch.setattr(GoodputPolicy, "chains", lambda policy: ReadyChains())
+
+
 PROCESSORS = ["native", *(["x86-64", "haswell"] if platform.machine() == "x86_64" else [])]
 """Whose kernels run here: without vectors of eight, with them, and this processor's."""
 

@@ -34,7 +34,7 @@ from graftwork.ir import (
     verify,
 )
 from graftwork.ir.ops.quantized_cache import hadamard, stored_values
-from graftwork.ir.plan import DraftRecord, GoodputLength, NoDraft
+from graftwork.ir.plan import DraftRecord, FirstDraft, GoodputLength, NoDraft
 from graftwork.passes.caching.budgets.pyramid import falling
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
@@ -426,11 +426,13 @@ def test_a_step_that_drafts_loses_rows_too(name: str, backend: str) -> None:
     assert torch.equal(generate(fast, TEXT, **sampled).sequences, again.sequences)
 
 
+@pytest.mark.measured
 @pytest.mark.parametrize("name", ["window", "snapkv"])
 def test_steps_without_drafts_end_where_rows_are_dropped(name: str) -> None:
     """A length policy may ask for no drafts for longer than a block of the cache is."""
     plain = evicting(name)
-    resting = with_plan(evicting(name, draft=SuffixDraft(tokens=3)), length=GoodputLength())
+    copied = FirstDraft((SuffixDraft(tokens=3), SuffixDraft(tokens=2)))
+    resting = with_plan(evicting(name, draft=copied), length=GoodputLength())
     wanted = generate(executable_of(plain), TEXT, **asked(80))
     assert torch.equal(generate(executable_of(resting), TEXT, **asked(80)), wanted)
 

@@ -19,7 +19,15 @@ from selection import one_in
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError, Program, Sym, TensorType, parse_program, program_text, verify
-from graftwork.ir.plan import CacheRecord, DecodePlan, DraftRecord, GoodputLength, NoDraft, record
+from graftwork.ir.plan import (
+    CacheRecord,
+    DecodePlan,
+    DraftRecord,
+    FirstDraft,
+    GoodputLength,
+    NoDraft,
+    record,
+)
 from graftwork.ir.program import State
 from graftwork.passes.drafting.recycling import RecyclingDraft
 from graftwork.passes.drafting.suffix import SuffixDraft
@@ -309,11 +317,13 @@ def test_a_policy_that_gives_rows_up_decodes_as_by_hand(backend: str, draft: Dra
     assert executable.capacity == (64 if backend == "onnxruntime" else 256)
 
 
+@pytest.mark.measured
 def test_a_rest_ends_where_the_policy_must_have_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A length policy that wants no drafts for longer than there are rows to fill."""
     monkeypatch.setattr(GoodputPolicy, "rest", lambda self: 1000)
     program = cached_llama(SMALL)
-    plan = DecodePlan(draft=SuffixDraft(tokens=5), length=GoodputLength(), cache=SinksAndWindow())
+    copied = FirstDraft((SuffixDraft(tokens=5), SuffixDraft(tokens=4)))
+    plan = DecodePlan(draft=copied, length=GoodputLength(), cache=SinksAndWindow())
     program = program.replace(plan=plan)
     prompt = torch.randint(2, 9, (45,), generator=torch.Generator().manual_seed(3)).tolist()
     asked: dict[str, Any] = {"max_new_tokens": 60, "eos_token_id": []}

@@ -16,7 +16,14 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError, Program
 from graftwork.ir.execution.executable import Planned
-from graftwork.ir.plan import DraftRecord, FirstDraft, GoodputLength, NoDraft, Typical
+from graftwork.ir.plan import (
+    DraftRecord,
+    FirstDraft,
+    GoodputLength,
+    NoDraft,
+    ThompsonLength,
+    Typical,
+)
 from graftwork.ir.weights import Weight, WeightStore
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.corpus import CorpusDraft
@@ -83,6 +90,25 @@ def test_as_the_general_loop(prompts, draft, widths, count, eos, roomy, spare):
     assert run() == want
     if not eos:
         assert [row[6:] for row in want[0]] == [plain(RULE, prompt, count) for prompt in prompts]
+
+
+@pytest.mark.measured
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("widths", [None, (1, 3, 8, 40)])
+def test_goodput_decides_in_the_same_steps(
+    batch: int, widths: tuple[int, ...] | None, never_general: None
+) -> None:
+    """Texts are plain decoding's, and chains are accepted, although what steps take is noise."""
+    made = model(SuffixDraft(tokens=4), context=128)
+    made = made.replace(plan=replace(made.plan, length=GoodputLength(loss=0.9)))
+    prompts = [plain(RULE, [1, 2, first], 17) for first in range(batch)]
+    executable = TableExecutable(RULE, made, widths)
+    for _ in range(3):
+        texts, _, counts = decoded(
+            executable, torch.tensor(prompts), max_new_tokens=90, eos_token_id=[]
+        )
+        assert [row[17:] for row in texts] == [plain(RULE, prompt, 90) for prompt in prompts]
+    assert counts["accepted_tokens"] > 10
 
 
 @pytest.fixture
@@ -183,7 +209,7 @@ def test_not_taken_where_the_program_does_more(made: Any, widths: Any, never_gen
 def test_not_taken_where_a_length_policy_or_a_judge_has_a_say(never_general: None) -> None:
     """A judge takes the argmax where nothing is drafted, and more than it where something is."""
     made = model(SuffixDraft(tokens=4))
-    goodput = made.replace(plan=replace(made.plan, length=GoodputLength()))
+    thompson = made.replace(plan=replace(made.plan, length=ThompsonLength()))
     passes = (
         named("draft_suffix", tokens=5),
         VerifyJudge(),
@@ -192,7 +218,7 @@ def test_not_taken_where_a_length_policy_or_a_judge_has_a_say(never_general: Non
         AddArgmax(),
     )
     judged = run_passes(tiny_llama(), [Step(p) for p in (*passes, AcceptTrees())])[0]
-    for executable in (TableExecutable(RULE, goodput), compile(judged, Target("eager"))):
+    for executable in (TableExecutable(RULE, thompson), compile(judged, Target("eager"))):
         with pytest.raises(AssertionError, match="a general step"):
             generate(executable, torch.tensor([[1, 2, 1, 2]]), eos_token_id=[])
 

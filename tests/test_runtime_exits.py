@@ -286,6 +286,7 @@ def test_what_is_done_once_is_no_part_of_a_draft(monkeypatch: pytest.MonkeyPatch
     assert min(heard) < -900 and max(heard) < 100
 
 
+@pytest.mark.measured
 def test_a_rest_runs_the_whole_step_where_weights_are_shared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -21,12 +21,15 @@ from graftwork.ir.plan import (
 )
 from graftwork.runtime.feeding.draft import NO_DRAFT, Draft
 from graftwork.runtime.memo import LEARNT
+from graftwork.runtime.speculate.lengths.chains import ChainKnowledge, MeasuredChains
 from graftwork.runtime.speculate.lengths.confidence import ConfidencePolicy
 from graftwork.runtime.speculate.lengths.costs import Costs
 from graftwork.runtime.speculate.lengths.goodput import GoodputPolicy
 from graftwork.runtime.speculate.lengths.svip import SvipPolicy, entropy
 from graftwork.runtime.speculate.lengths.thompson import ThompsonPolicy
 from graftwork.runtime.speculate.level import Level
+
+pytestmark = pytest.mark.measured
 
 
 class Executable:
@@ -313,7 +316,7 @@ def test_goodput_forgives_a_draft_that_took_an_age():
     while not any(world.sizes):
         world.play_step(policy, 100)
     world.drafting = usual
-    for _ in range(8000):
+    for _ in range(12000):
         world.play_step(policy, 100)
     assert sum(map(bool, world.sizes[-100:])) > 80
 
@@ -344,3 +347,60 @@ def test_goodput_knows_what_steps_take_after_forget():
     world.executable.scratch(LEARNT, shared=True).clear()
     policy = GoodputPolicy(GoodputLength(), world.executable, 1)
     assert policy.known.steps == 0 and policy.limits([50]) != [0]
+
+
+class Copies:
+    """Steps with chains that lie ready: after a long match (evidence 4) each token is accepted with
+    a chance of `long`, after a short one (2) with `short`; every other step has one of either kind,
+    where there is any. A step costs as in `World`."""
+
+    def __init__(self, long, short, slope, most=10, loss=0.02):
+        self.chances, self.slope, self.most = {4: long, 2: short}, slope, most
+        self.random = np.random.default_rng(0)
+        widths = range(1, most + 2)
+        self.policy = MeasuredChains(loss, Costs(), widths, ChainKnowledge(most))
+        self.fed = {4: 0, 2: 0}
+
+    def play(self, tokens):
+        """Steps that this many tokens take, in seconds of plain ones."""
+        done, spent = 0, 0.0
+        while done < tokens:
+            evidence = [0, 4, 2][self.random.integers(3)]
+            chance = self.chances.get(evidence, 0.0)
+            size = min(self.policy.size([self.most if evidence else 0], [evidence]), self.most)
+            size = size if evidence else 0
+            accepted = int((self.random.random(size) < chance).cumprod().sum())
+            took = 1 + self.slope * size
+            self.policy.learn([size], [evidence], [accepted], took * self.random.uniform(0.95, 1.1))
+            done, spent = done + 1 + accepted, spent + took
+            if evidence:
+                self.fed[evidence] += bool(size)
+        return spent
+
+
+@pytest.mark.parametrize("slope", [0.02, 0.15, 1.0])
+@pytest.mark.parametrize("chance", [0.0, 0.3])
+def test_chains_never_lose_more_than_a_fiftieth(slope, chance):
+    world = Copies(chance, chance, slope)
+    for _ in range(4):
+        assert world.play(128) < 128 * 1.03
+
+
+def test_chains_are_verified_after_long_matches_alone_where_short_ones_do_not_pay():
+    world = Copies(0.95, 0.05, 0.15)
+    world.play(300)
+    before = dict(world.fed)
+    assert world.play(2000) < 2000 * 0.75
+    long, short = (world.fed[kind] - before[kind] for kind in (4, 2))
+    assert long > 10 * short > 0  # what does not pay is tried again, ever more rarely
+
+
+def test_chains_of_several_texts_share_a_step():
+    """One text's long match pays for the step, and the others' chains come with it as far."""
+    world = Copies(0.95, 0.95, 0.15)
+    world.play(300)
+    assert world.policy.size([10, 0], [4, 0]) > 0
+    assert world.policy.size([0, 0], [0, 0]) == 0
+    costly = Copies(0.95, 0.95, 0.9)
+    costly.play(300)
+    assert costly.policy.size([10, 0, 0, 0], [4, 0, 0, 0]) == 0

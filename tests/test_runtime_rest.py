@@ -40,11 +40,13 @@ from graftwork.runtime.rounds.plain import RestingRound
 from graftwork.runtime.speculate.lengths.base import LengthPolicy
 from graftwork.runtime.speculate.lengths.goodput import GoodputPolicy, Knowledge
 
+pytestmark = pytest.mark.measured
+
 CHAIN = named("tree_chain", depth=2)
 TREE = (AcceptTrees(), named("tree_best_first", nodes=5, depth=2, width=2))
 RECYCLED = named("draft_recycling", nodes=4, depth=2, successors=2)
 DRAFTERS: dict[str, Sequence[Pass]] = {
-    "suffix": (named("draft_suffix"),),
+    "suffix": (named("draft_suffix"), named("draft_suffix", shortest=1)),
     "recycling": (AddTopTokens(), AcceptTrees(), RECYCLED),
     "merged": (AddTopTokens(), AcceptTrees(), named("draft_suffix"), RECYCLED, DraftMerged()),
     "lookahead": (AcceptTrees(), named("draft_lookahead", window=3, ngram=3, pool=2)),

@@ -144,6 +144,6 @@ class GoodputLength(LengthRecord):
     that finding out may cost over 128 tokens.
     """
 
-    loss: Inside = 0.03
+    loss: Inside = 0.02
     kind: ClassVar[str] = "goodput"
     gives_up: ClassVar[bool] = True

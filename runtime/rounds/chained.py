@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from ...ir.plan import FixedLength
+from ..feeding.calls import Call, CallInTurn
+from ..feeding.step_inputs import StepInputs
 from ..speculate.drafters.base import ChainDrafter
 from ..speculate.sampling import agreed
 from .base import Decoding, Round
@@ -13,7 +14,8 @@ from .base import Decoding, Round
 class ChainedRound(Round):
     """Drafts are chains that the drafter makes one by one and the argmax decides on.
 
-    wide, narrow: columns of a step with chains and of one without.
+    widths: columns of a step by the tokens of the longest chain in it. ready: says how much of the
+    chains is verified.
     """
 
     def __init__(self, decoding: Decoding) -> None:
@@ -21,8 +23,11 @@ class ChainedRound(Round):
         assert isinstance(decoding.drafter, ChainDrafter)
         self.drafter, self.levels = decoding.drafter, decoding.drafter.levels
         self.fetch = ("argmax", *self.drafter.wants)
-        self.wide = decoding.feeder.width(self.levels + 1, 0)
-        self.narrow = decoding.feeder.width(1, 0)
+        width = decoding.feeder.width
+        self.widths = [width(size + 1, 0) for size in range(self.levels + 1)]
+        ready = decoding.length.chains()
+        assert ready is not None
+        self.ready = ready
 
     @classmethod
     def fits(cls, decoding: Decoding) -> bool:
@@ -32,7 +37,8 @@ class ChainedRound(Round):
             return False
         # A verifier that looks at more than the argmax takes what the argmax does not.
         decided = decoding.argmax_decides and decoding.verifier.fetch == ("argmax",)
-        whole = isinstance(length.record, FixedLength) and length.most >= drafter.levels
+        chosen = not length.record.gives_up or drafter.ready
+        whole = chosen and length.chains() is not None and length.most >= drafter.levels
         return decided and whole and decoding.feeder.width(drafter.levels + 1, 0) > drafter.levels
 
     def wants(self) -> int | None:
@@ -40,7 +46,7 @@ class ChainedRound(Round):
         return None if room is None else room // (self.levels + 1)
 
     def run(self, most: int | None) -> int:
-        live, room = self.decoding.live, self.decoding.make_room(self.levels + 1, self.wide)
+        live, room = self.decoding.live, self.decoding.make_room(self.levels + 1, self.widths[-1])
         new: list[list[int]] = [[] for _ in self.decoding.texts]
         steps = self._steps(new, live, self.least(most, room))
         self.commit(new, live)
@@ -51,43 +57,58 @@ class ChainedRound(Round):
         decoding, drafter, feeder = self.decoding, self.drafter, self.decoding.feeder
         texts, eos = decoding.texts, decoding.stopping.eos
         vocabulary = decoding.program.info.vocab_size
-        buffers = feeder.buffers(self.wide), feeder.buffers(self.narrow)
-        wide, narrow = (b.chain.fetching(feeder.executable, self.fetch) for b in buffers)
         made = drafter.wants[0] if drafter.wants else "argmax"
-        chains: list[list[int]] = [
-            [] if text.done else drafter.chain(index, text.room) for index, text in enumerate(texts)
-        ]
-        rows = [[] if text.done else [text.tokens[-1], *chains[b]] for b, text in enumerate(texts)]
+        chains: list[list[int]] = [[] for _ in texts]
         past = [0 if text.done else text.rows for text in texts]
         starts = [0 if text.done else text.position for text in texts]
         rooms = [text.limit - len(text.tokens) for text in texts]
+        for index in live:
+            chains[index] = drafter.chain(index, texts[index].room)
+        rows: list[list[int]] = [[] for _ in texts]
+        last = [0 if text.done else text.tokens[-1] for text in texts]
         steps, seconds, ended = 0, 0.0, False
-        feeder.log(self.wide - 1)
+        feeder.log(self.widths[-1] - 1)
         while steps < most and not ended:
-            memory, call = (buffers[0], wide) if any(chains) else (buffers[1], narrow)
+            evidence = [drafter.evidence(index) for index in live]
+            size = self.ready.size([len(chains[index]) for index in live], evidence)
+            for index in live:
+                del chains[index][size:]
+                rows[index] = [last[index], *chains[index]]
+            fed = [len(chains[index]) for index in live]
+            memory, call = self._call(self.widths[max(fed)])
             memory.fill(rows, past)
             memory.chains(starts)
             start = perf_counter()
             outputs = call()
-            seconds += perf_counter() - start
+            took = perf_counter() - start
+            seconds += took
             steps += 1
             said = outputs.integers("argmax")
             more = said if made == "argmax" else outputs.integers(made)
+            accepted = []
             for index in live:
                 chain, row = chains[index], said[index]
                 count = agreed(chain, row, vocabulary)
                 decoding.stats.verified(len(chain), count)
+                accepted.append(count)
                 count += 1
                 gained = row[:count]
                 new[index] += gained
+                last[index] = gained[-1]
                 past[index] += count
                 starts[index] += count
                 room = rooms[index] = rooms[index] - count
                 if room <= 0 or not eos.isdisjoint(gained):
                     ended = True
                 drafter.learn(index, gained, more[index])
-                chain = chains[index] = drafter.chain(index, room - 1) if room > 1 else []
-                rows[index] = [gained[-1], *chain]
+                chains[index] = drafter.chain(index, room - 1) if room > 1 else []
+            self.ready.learn(fed, evidence, accepted, took)
         feeder.seconds += seconds
         decoding.stats.count(steps, len(live))
         return steps
+
+    def _call(self, width: int) -> tuple[StepInputs, Call | CallInTurn]:
+        """Memory of a step of so many columns, and the call that is made on it."""
+        feeder = self.decoding.feeder
+        memory = feeder.buffers(width)
+        return memory, memory.chain.fetching(feeder.executable, self.fetch)

@@ -152,6 +152,10 @@ class CorpusDrafter(ChainDrafter):
             state, length = self.corpus.step(state, length, token)
         self.matches[index] = (state, length)
 
+    def evidence(self, index: int) -> int:
+        """The length of the match, on a scale of powers of two."""
+        return max(self.matches[index][1], self.texts[index].length).bit_length()
+
     def chain(self, index: int, room: int) -> list[int]:
         return self._copy(index, (), min(room, self.levels))
 

@@ -152,6 +152,10 @@ class SuffixDrafter(ChainDrafter):
     def learn(self, index: int, new: Sequence[int], row: Sequence[int]) -> None:
         self.indexes[index].extend(new)
 
+    def evidence(self, index: int) -> int:
+        """The length of the match, on a scale of powers of two."""
+        return self.indexes[index].length.bit_length()
+
     def chain(self, index: int, room: int) -> list[int]:
         text, count = self.indexes[index], min(room, self.levels)
         if count < 1 or text.length < self.record.shortest:

@@ -66,10 +66,16 @@ class ChainDrafter(Drafter):
 
     So it need not be asked for all sequences at once (see `chained`). levels: tokens of its chains
     at most; 0: it makes none of these now. wants: at most one output, i64[B,N], of which `learn`
-    takes the sequence's row.
+    takes the sequence's row. ready: its chains take no time to make, whether they are used or not.
     """
 
     levels: int = 0
+    ready: bool = True
+
+    def evidence(self, index: int) -> int:
+        """How much speaks for the sequence's next chain, in a few steps: chains for which as much
+        does are accepted alike. Here all are."""
+        return 0
 
     @abstractmethod
     def learn(self, index: int, new: Sequence[int], row: Sequence[int]) -> None:

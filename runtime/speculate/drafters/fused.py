@@ -25,6 +25,7 @@ class FusedDrafter(ChainDrafter):
     """
 
     record: FusedDraft
+    ready = False
 
     def __init__(self, record: FusedDraft, setting: Setting) -> None:
         super().__init__(record, setting)

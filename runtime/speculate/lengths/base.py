@@ -13,6 +13,7 @@ from ....ir.plan import FixedLength
 from ...feeding.draft import VerifiedStep
 from ...registry import Registry
 from ..level import Level
+from .chains import ReadyChains
 
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
@@ -48,6 +49,11 @@ class LengthPolicy:
         likeliest path. Returns bool[B].
         """
         return self.always
+
+    def chains(self) -> ReadyChains | None:
+        """What says how much of chains that lie ready a step verifies; None: it is to be asked step
+        by step, see `limits`."""
+        return ReadyChains() if type(self) is LengthPolicy else None
 
     def rest(self) -> int:
         """Steps from now on in which nothing will be drafted, whatever they yield."""

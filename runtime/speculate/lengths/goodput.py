@@ -12,16 +12,8 @@ from ....ir.plan import GoodputLength
 from ...feeding.draft import VerifiedStep
 from ...memo import learnt
 from .base import LENGTHS, LengthPolicy
+from .chains import FORGET, HORIZON, SURE, ChainKnowledge, MeasuredChains
 from .costs import Costs
-
-HORIZON = 128
-"""Tokens of a generation over which no more than the record's `loss` may be lost."""
-
-FORGET = 0.97
-"""What an earlier draft counts when a new one is seen."""
-
-SURE = 5
-"""Plain steps that are measured before anything is compared with them."""
 
 CALM = 16
 """Steps without drafts at least, once that seems best: the decision itself takes a tenth of one."""
@@ -105,13 +97,18 @@ class GoodputPolicy(LengthPolicy):
 
     def __init__(self, record: GoodputLength, executable: Executable, batch: int) -> None:
         super().__init__(record, executable, batch)
-        key = (executable.program.plan.draft, batch, self.most)
+        key = self.key = (executable.program.plan.draft, batch, self.most)
         timed: dict[object, Timings] = executable.scratch(Timings, shared=True)
         kept: dict[object, Knowledge] = learnt(executable, Knowledge)
         timings = timed.setdefault(key, Timings())
         self.known = kept.setdefault(key, Knowledge(self.most, timings))
         holding = executable.widths(executable.program.step.name).holding
         self.widths = np.array([holding(size + 1) for size in range(self.most + 1)])
+
+    def chains(self) -> MeasuredChains:
+        kept: dict[object, ChainKnowledge] = learnt(self.executable, ChainKnowledge)
+        known = kept.setdefault(self.key, ChainKnowledge(self.most))
+        return MeasuredChains(self.record.loss, self.known.costs, self.widths.tolist(), known)
 
     def limits(self, rooms: Sequence[int]) -> list[int]:
         size = self._size() if self.most else 0

@@ -1,0 +1,160 @@
+"""How much of chains that lie ready a step had best verify."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from .costs import Costs
+
+FORGET = 0.97
+"""What an earlier chain counts when a new one is seen."""
+
+HORIZON = 128
+"""Tokens of a generation over which no more than a share of plain decoding may be lost."""
+
+SURE = 5
+"""Plain steps that are measured before anything is compared with them."""
+
+PLAIN_EVERY = 64
+"""Steps after which one without chains is measured again."""
+
+FIRST, LAST = 8, 1024
+"""Steps between two tries of what does not seem to pay, at first and at most."""
+
+
+class ReadyChains:
+    """Verifies every chain as far as it goes: the base, and what fixed lengths do."""
+
+    def size(self, sizes: Sequence[int], evidence: Sequence[int]) -> int:
+        """Tokens that a step had best verify, of chains of these sizes, one of each unfinished
+        text. evidence: how much speaks for each chain, see `ChainDrafter.evidence`."""
+        return max(sizes)
+
+    def learn(
+        self, fed: Sequence[int], evidence: Sequence[int], accepted: Sequence[int], seconds: float
+    ) -> None:
+        """What came of a step: tokens fed of each chain, tokens accepted, and what it took."""
+
+
+class Likelihood:
+    """How far chains with as much evidence were accepted.
+
+    gain: tokens that the first 0..most tokens of one are expected to yield. tried, patience: the
+    last step in which one was tried although it did not seem to pay, and steps from there on
+    before the next.
+    """
+
+    def __init__(self, most: int) -> None:
+        # One imagined chain, whose later tokens were accepted ever more rarely.
+        self.seen = [1.0] * most
+        self.hits = [1 / (place + 2) for place in range(most)]
+        self.tried, self.patience = 0, FIRST
+        self._expect()
+
+    def _expect(self) -> None:
+        shares = (hit / seen for hit, seen in zip(self.hits, self.seen, strict=True))
+        self.gain = [0.0, *accumulate(shares)]
+
+    def learn(self, fed: int, accepted: int) -> None:
+        for place in range(fed):
+            self.seen[place] = FORGET * self.seen[place] + 1
+            self.hits[place] = FORGET * self.hits[place] + (place < accepted)
+        self._expect()
+
+
+class ChainKnowledge:
+    """What texts have taught of chains; it outlives a generation.
+
+    lost: seconds, next to plain decoding of `tokens` tokens a text. steps, plain: steps so far, and
+    at the last one without a chain.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most, self.likely = most, dict[int, Likelihood]()
+        self.lost = self.tokens = 0.0
+        self.steps = self.plain = 0
+
+    def likelihood(self, evidence: int) -> Likelihood:
+        found = self.likely.get(evidence)
+        if found is None:
+            found = self.likely[evidence] = Likelihood(self.most)
+        return found
+
+
+class MeasuredChains(ReadyChains):
+    """Verifies as many tokens as yield the most a second, none where plain steps do.
+
+    As `GoodputPolicy`, for chains that take no time to make, so that each step decides anew by what
+    speaks for the chains at hand: after a long match more is worth verifying than after a short
+    one. costs: seconds of a step by width. widths: columns of a step by tokens that are verified.
+    loss: share of plain decoding's time that finding out may cost.
+    """
+
+    def __init__(
+        self, loss: float, costs: Costs, widths: Sequence[int], known: ChainKnowledge
+    ) -> None:
+        self.half, self.costs, self.known = loss / 2, costs, known
+        self.widths = list(widths)
+        last = len(self.widths) - 1
+        # Of sizes that cost the same the largest is meant.
+        self.sizes = [n for n in range(1, last) if self.widths[n] < self.widths[n + 1]]
+        self.sizes += [last] if last else []
+
+    def size(self, sizes: Sequence[int], evidence: Sequence[int]) -> int:
+        known, costs = self.known, self.costs
+        longest, narrow = max(sizes), self.widths[0]
+        if not longest or costs.known(narrow) < SURE or known.steps - known.plain >= PLAIN_EVERY:
+            return 0
+        plain, live = costs.one(narrow), len(sizes)
+        chains = [(size, known.likelihood(e)) for size, e in zip(sizes, evidence, strict=True)]
+        reach = 2 * max(costs.widths[-1], narrow)
+        best, most, largest = 0, live / plain, 0
+        for size in self.sizes:
+            size = min(size, longest)
+            width = self.widths[size]
+            if width > reach and largest:
+                break
+            largest = size
+            gained = sum(likely.gain[min(size, own)] for own, likely in chains)
+            rate = (live + gained) / costs.one(width)
+            if rate > most:
+                best, most = size, rate
+            if size == longest:
+                break
+        account = self.half * (HORIZON + known.tokens) * plain - known.lost
+        if best:
+            return best if account >= 0 else 0
+        return self._tried(largest, chains, account, plain)
+
+    def _tried(
+        self, size: int, chains: list[tuple[int, Likelihood]], account: float, plain: float
+    ) -> int:
+        """`size` if it is time to try chains that do not seem to pay, and there is means to."""
+        known = self.known
+        due = [
+            likely
+            for own, likely in chains
+            if own and known.steps - likely.tried >= likely.patience
+        ]
+        if not due or self.costs.one(self.widths[size]) - plain > account:
+            return 0
+        for likely in due:
+            likely.tried, likely.patience = known.steps, min(2 * likely.patience, LAST)
+        return size
+
+    def learn(
+        self, fed: Sequence[int], evidence: Sequence[int], accepted: Sequence[int], seconds: float
+    ) -> None:
+        known, live, longest = self.known, len(fed), max(fed)
+        spent = self.costs.add(self.widths[longest], seconds)
+        known.steps += 1
+        mean = 1 + sum(accepted) / live
+        known.tokens += mean
+        if not longest:
+            known.plain = known.steps
+            return
+        known.lost += spent - mean * self.costs.one(self.widths[0])
+        for size, e, count in zip(fed, evidence, accepted, strict=True):
+            if size:
+                known.likelihood(e).learn(size, count)
