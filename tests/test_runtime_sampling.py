@@ -293,6 +293,22 @@ def test_the_test_can_fail():
         assert_distributed(drawn, exact({}))
 
 
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", ["suffix", "unsaid"])
+def test_a_seed_s_text_does_not_depend_on_drafts_that_were_not_sampled(name, size):
+    """Token t of a text is drawn with number t, in steps of one token as in steps of many: texts
+    are plain decoding's, and a draft is cut wherever time says so."""
+    ids = torch.tensor([PROMPT] * size)
+    texts, counts = {}, {}
+    for which in (name, "plain"):
+        executable = TableExecutable(RULE, program(VOCAB, draft=DRAFTS[which]))
+        asked = {"max_new_tokens": 60, "do_sample": True, "seed": 3, "eos_token_id": []}
+        found = generate(executable, ids, return_dict_in_generate=True, pad_token_id=0, **asked)
+        texts[which], counts[which] = found.sequences.tolist(), found.stats.accepted_tokens
+    assert texts[name] == texts["plain"]
+    assert counts[name] > 1 > counts["plain"] == 0
+
+
 def test_seed_generator_and_global_state_repeat():
     executable = TableExecutable(RULE, program(VOCAB, draft=SuffixDraft(shortest=1)))
     ids = torch.tensor([PROMPT] * 3)

@@ -43,24 +43,10 @@ class Chances(NamedTuple):
         hits = self.ids[rows] == np.array(tokens)[:, None]
         return (self.probs[rows] * hits).sum(-1).tolist()  # type: ignore[no-any-return]
 
-    def at(self, rows: Sequence[int]) -> Chances:
-        """Some rows, in order and no row twice: a copy, unless they are all of them."""
-        if len(rows) == len(self.probs):
-            return self
-        return Chances(self.probs[rows], None if self.ids is None else self.ids[rows])
-
-    def subtract(self, row: int, token: int, given: Array | None) -> None:
-        """Row <- norm(max(p - q, 0)) in place, q = `given` [V] being what `token` was drawn from.
-
-        Without it, q is the token itself. A row of which nothing is left stays: p = q up to
-        rounding.
-        """
-        if given is None:
-            rest = self.probs[row].copy()
-            rest[token if self.ids is None else self.ids[row] == token] = 0
-        else:
-            rest = np.maximum(self.probs[row] - self.among(row, given), 0)
-        self.replace(row, rest)
+    def subtract(self, row: int, given: Array) -> None:
+        """Row <- norm(max(p - q, 0)) in place, q = `given` [V]. A row of which nothing is left
+        stays: p = q up to rounding."""
+        self.replace(row, np.maximum(self.probs[row] - self.among(row, given), 0))
 
     def among(self, row: int, given: Array) -> Array:
         """What `given` [V] says of a row's candidates [K]."""
@@ -74,15 +60,17 @@ class Chances(NamedTuple):
             np.divide(rest, total, out=probs)
 
     def draw(self, generator: torch.Generator | None) -> list[int]:
-        """One token a row, by inverting the cumulative distribution in float64."""
-        reached = self.probs.cumsum(-1, dtype=np.float64)
-        points = torch.rand(len(reached), dtype=torch.float64, generator=generator).tolist()
-        tokens = []
-        for row, (sums, point) in enumerate(zip(reached, points, strict=True)):
-            # The first token past the point: one without probability never is.
-            index = min(int(sums.searchsorted(point * sums[-1], side="right")), len(sums) - 1)
-            tokens.append(index if self.ids is None else int(self.ids[row, index]))
-        return tokens
+        """One token a row."""
+        points = torch.rand(len(self.probs), dtype=torch.float64, generator=generator).tolist()
+        return [self.token(row, point) for row, point in enumerate(points)]
+
+    def token(self, row: int, point: float) -> int:
+        """The token of a row at `point` in 0..1, by inverting the cumulative distribution in
+        float64."""
+        sums = self.probs[row].cumsum(dtype=np.float64)
+        # The first token past the point: one without probability never is.
+        index = min(int(sums.searchsorted(point * sums[-1], side="right")), len(sums) - 1)
+        return index if self.ids is None else int(self.ids[row, index])
 
 
 def warp(scores: torch.Tensor, options: GenerationOptions) -> Chances:

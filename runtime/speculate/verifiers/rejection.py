@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
+from ....ir import Program
 from ....ir.plan import Lossless
+from ...asking.options import GenerationOptions
 from ...feeding.draft import Draft
+from ..points import Points
 from ..sampling import Array, Chances, StepToVerify
 from .base import NOTHING_GAINED, SAMPLING, VERIFIERS, Verdict, Verifier
 
@@ -20,14 +25,21 @@ class RejectionVerifier(Verifier):
     p is the target's distribution after all the user's options, q the draft's. After a rejection
     the next sibling is tried against what is left of p; when none is left, a token is sampled from
     it. Of siblings that were sampled without replacement a rejected one leaves q too. A draft
-    without `probs` is deterministic: q is 1 at x, so x is accepted with p(x), and else p(x) is
-    zeroed and the rest renormalised. After a path that is accepted whole, one more token is sampled
-    from p. Each token is distributed as the target's own sampling, whatever the draft. Sources:
-    Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023); Chen et
-    al., "Accelerating Large Language Model Decoding with Speculative Sampling" (2023); siblings:
-    Miao et al., "SpecInfer" (2024); without replacement: Jeon et al., "Recursive Speculative
-    Decoding" (2024); without probabilities: Li et al., "EAGLE-2" (2024).
+    without `probs` is deterministic: a token is sampled from p by the number of its place, and
+    where a child has it, it is accepted: as often as by rejection, with p(x), and the text is the
+    same, for one seed, whatever was drafted. After a path that is accepted whole, one more token is
+    sampled from p. Each token is distributed as the target's own sampling, whatever the draft.
+    Sources: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023);
+    Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling" (2023);
+    siblings: Miao et al., "SpecInfer" (2024); without replacement: Jeon et al., "Recursive
+    Speculative Decoding" (2024); without probabilities: Li et al., "EAGLE-2" (2024).
     """
+
+    def __init__(
+        self, record: Any, program: Program, options: GenerationOptions, batch: int
+    ) -> None:
+        super().__init__(record, program, options, batch)
+        self.points = Points(batch, options.random())
 
     def verify(self, step: StepToVerify) -> list[Verdict]:
         drafts = step.drafts
@@ -35,46 +47,46 @@ class RejectionVerifier(Verifier):
         chances = self.scorer.warp(scores)
         first = {index: row for row, (index, node) in enumerate(owners) if node < 0}
         self._weigh(chances, first, drafts)
-        counts = [len(drafts[index].tokens) for index in first]
-        # Nothing is drawn for an empty draft, so such a step draws what plain sampling does.
-        # float64: a draft token may be less likely than float32's finest random number.
-        draws = torch.empty(sum(counts), dtype=torch.float64)
-        random = iter(draws.uniform_(generator=self.options.random()).split(counts))
-        paths = {
-            index: self._accepted(chances, row, drafts[index], next(random).tolist())
-            for index, row in first.items()
-        }
-        ends = [first[i] + (path[-1] + 1 if path else 0) for i, path in paths.items()]
-        last = chances.at(ends).draw(self.options.random())
         verdicts = [NOTHING_GAINED] * len(drafts)
-        for (index, path), token in zip(paths.items(), last, strict=True):
-            accepted = [drafts[index].tokens[node] for node in path]
-            verdicts[index] = Verdict(path, [*accepted, token])
+        for index, root in first.items():
+            point = partial(self.points.at, index)
+            place = step.texts[index].generated
+            verdicts[index] = self._walked(chances, root, drafts[index], place, point)
         return verdicts
 
-    def _weigh(self, chances: Chances, first: Mapping[int, int], drafts: Sequence[Draft]) -> None:
-        """Change in place what is to be decoded; `first` is the row of each sequence's root."""
-
-    def _accepted(
-        self, chances: Chances, root: int, draft: Draft, draws: Sequence[float]
-    ) -> list[int]:
-        """The accepted path; rows of `chances` lose what their rejected children had.
+    def _walked(
+        self, chances: Chances, root: int, draft: Draft, place: int, point: Callable[[int], float]
+    ) -> Verdict:
+        """The verdict on a draft, of which the first token is new token number `place` of its text.
+        Rows of `chances` lose what their rejected children had.
 
         Siblings that were sampled independently may be the same token: what follows any of them
         was sampled after the same text, and is judged together.
         """
-        children, ends = draft.children(), [-1]
-        while siblings := [node for end in ends for node in children.get(end, ())]:
-            row = root + ends[0] + 1
-            taken = self._first_taken(chances, row, draft, siblings, draws)
+        sampled = draft.probs is not None
+        # float64: a draft token may be less likely than float32's finest random number.
+        draws = torch.empty(len(draft.tokens) if sampled else 0, dtype=torch.float64)
+        random = draws.uniform_(generator=self.options.random()).tolist()
+        children, ends, gained = draft.children(), [-1], list[int]()
+        while True:
+            siblings = [node for end in ends for node in children.get(end, ())]
+            row, token = root + ends[0] + 1, -1
+            taken = self._first_taken(chances, row, draft, siblings, random) if sampled else None
             if taken is None:
+                token = chances.token(row, point(place + len(gained)))
+                if not sampled:
+                    taken = next((node for node in siblings if draft.tokens[node] == token), None)
+            if taken is None and siblings:
                 taken = self._pardoned(draft, siblings)
             if taken is None:
-                break
+                return Verdict(draft.path(ends[0]), [*gained, token])
+            kept = draft.tokens[taken]
+            gained.append(kept)
             twins = siblings if draft.independent else ()
-            token = draft.tokens[taken]
-            ends = [taken, *(n for n in twins if n != taken and draft.tokens[n] == token)]
-        return draft.path(ends[0])
+            ends = [taken, *(n for n in twins if n != taken and draft.tokens[n] == kept)]
+
+    def _weigh(self, chances: Chances, first: Mapping[int, int], drafts: Sequence[Draft]) -> None:
+        """Change in place what is to be decoded; `first` is the row of each sequence's root."""
 
     def _pardoned(self, draft: Draft, siblings: Sequence[int]) -> int | None:
         """A sibling that is kept although all were rejected: none."""
@@ -88,17 +100,16 @@ class RejectionVerifier(Verifier):
         siblings: Sequence[int],
         draws: Sequence[float],
     ) -> int | None:
-        """The sibling that is accepted; if none is, the row becomes what is left of it."""
-        given: Array | None = None
+        """The sampled sibling that is accepted; if none is, the row becomes what is left of it."""
+        assert draft.probs is not None
         for count, node in enumerate(siblings):
             token = draft.tokens[node]
-            if draft.probs is not None and (count == 0 or draft.independent):
+            if count == 0 or draft.independent:
                 given = draft.probs[node].numpy()
-            likely = 1.0 if given is None else float(given[token])
-            if draws[node] * likely < chances.of([row], [token])[0]:
+            if draws[node] * float(given[token]) < chances.of([row], [token])[0]:
                 return node
-            chances.subtract(row, token, given)
-            if given is not None and not draft.independent and count + 1 < len(siblings):
+            chances.subtract(row, given)
+            if not draft.independent and count + 1 < len(siblings):
                 given = without(given, token)
         return None
 
