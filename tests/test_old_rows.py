@@ -202,7 +202,7 @@ class Reference:
         self.fed += 1
         if self.fed % BLOCK == 0 and self.fed >= RESIDUAL + BLOCK:
             first = self.fed - RESIDUAL - BLOCK
-            for name in self.executable.program.states:
+            for name in self.executable.program.states_of("step"):
                 self.replace(name, first)
         return best
 

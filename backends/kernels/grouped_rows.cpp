@@ -45,6 +45,55 @@ Whole wide(Marks bytes) {
 #endif
 }
 
+template <int... lane>
+Whole second_half(std::integer_sequence<int, lane...>) {
+    return Whole{(lane >= LANES / 2)...};
+}
+
+// Rows of codes, which are read as floats. Widths are powers of two. Bytes hold pieces of codes: the
+// first bytes the lowest bits of all, and of a piece, the first channels' are the lowest.
+template <int BITS>
+struct Codes {
+    typedef uint8_t Number;
+    static constexpr int LEAST = BITS & 1 ? 1 : BITS, HIGH = BITS - LEAST;  // `HIGH`: of 3 bits two
+    static constexpr int PLACES = LEAST == 1 ? 3 : LEAST == 2 ? 2 : LEAST == 4 ? 1 : 0;
+    static int64_t bytes(int64_t width) { return width * BITS / 8; }
+    // Whether a vector's channels have one place in whole vectors of bytes, or two in halves.
+    static bool in_vectors(int64_t width) {
+        const int64_t size = width * LEAST / 8;
+        const bool whole = size % LANES == 0 || (size == LANES / 2 && width % LANES == 0);
+        return (width & (width - 1)) == 0 && whole;
+    }
+    static Lanes read(const uint8_t* row, int64_t width, int64_t d) {
+        const int log = __builtin_ctzll(width) - PLACES;
+        const int64_t place = d >> log, i = d & ((int64_t(1) << log) - 1);
+        const uint8_t* const least = row + width * HIGH / 8 + i;
+        Whole found;
+        if (int64_t(1) << log >= LANES) {
+            found = wide(load<Marks>(least));
+            if constexpr (BITS != 8) found = found >> int(LEAST * place);
+        } else {
+            Half both[2];
+            both[0] = both[1] = load<Half>(least);
+            Marks twice;
+            std::memcpy(&twice, both, sizeof(twice));
+            const Whole second = second_half(std::make_integer_sequence<int, LANES>());
+            found = wide(twice) >> (int(LEAST * place) + LEAST * second);
+        }
+        if constexpr (BITS != 8) found = found & ((1 << LEAST) - 1);
+        if constexpr (HIGH != 0) {
+            // Places of two halves are the first two in a vector of these bytes.
+            const uint8_t* const first = row + ((place % HIGH) << log) + i;
+            const Whole low = wide(load<Marks>(first)) >> int(place / HIGH * HIGH);
+            found = (found << HIGH) | (low & ((1 << HIGH) - 1));
+        }
+        return __builtin_convertvector(found, Lanes);
+    }
+    static Lanes some(const uint8_t* row, int64_t width, int64_t d, int64_t) {
+        return read(row, width, d);
+    }
+};
+
 // What codes are multiplied with and added to, of `count` channels from the d-th on: numbers of each,
 // or of `1 << shift` channels, as many vectors.
 struct Each {
@@ -61,11 +110,16 @@ struct Shared {
     }
 };
 
-// A row's codes as numbers. Bytes hold pieces of codes: the first bytes the lowest bits of all, and of
-// a piece, the first channels' are the lowest.
+// A row's codes as numbers.
 template <int BITS, class Factors>
 void decode(const uint8_t* from, int64_t width, const Factors& factors, float* to) {
-    constexpr int least = BITS & 1 ? 1 : BITS, high = BITS - least;  // `high`: of 3 bits the first two
+    typedef Codes<BITS> Kind;
+    if (Kind::in_vectors(width)) {
+        for (int64_t d = 0; d < width; d += LANES)
+            store(to + d, factors.value(Kind::read(from, width, d), d, LANES));
+        return;
+    }
+    constexpr int least = Kind::LEAST, high = Kind::HIGH;
     const int64_t size = width * least / 8;
     for (int place = 0; place < 8 / least; place++)
         for (int64_t i = 0; i < size; i += LANES) {
@@ -115,30 +169,6 @@ void rotate(const graftwork::GroupedRows& of, int64_t row, float* to) {
     }
 }
 
-// Rows of codes, which are read as floats. Widths are powers of two.
-template <int BITS>
-struct Codes {
-    typedef uint8_t Number;
-    static constexpr int LEAST = BITS & 1 ? 1 : BITS, HIGH = BITS - LEAST;
-    static constexpr int PLACES = LEAST == 1 ? 3 : LEAST == 2 ? 2 : LEAST == 4 ? 1 : 0;
-    static int64_t bytes(int64_t width) { return width * BITS / 8; }
-    static Lanes read(const uint8_t* row, int64_t width, int64_t d) {
-        const int log = __builtin_ctzll(width) - PLACES;
-        const int64_t place = d >> log, i = d & ((int64_t(1) << log) - 1);
-        Whole found = wide(load<Marks>(row + width * HIGH / 8 + i));
-        if constexpr (BITS != 8) found = (found >> int(LEAST * place)) & ((1 << LEAST) - 1);
-        if constexpr (HIGH != 0) {
-            const uint8_t* const first = row + ((place % HIGH) << log) + i;
-            const Whole low = wide(load<Marks>(first)) >> int(place / HIGH * HIGH);
-            found = (found << HIGH) | (low & ((1 << HIGH) - 1));
-        }
-        return __builtin_convertvector(found, Lanes);
-    }
-    static Lanes some(const uint8_t* row, int64_t width, int64_t d, int64_t) {
-        return read(row, width, d);
-    }
-};
-
 // Calls `what` with the kind of codes of so many bits.
 template <class What>
 void of_bits(int64_t bits, const What& what) {
@@ -180,7 +210,7 @@ void graftwork::GroupedRows::decode_group(int64_t first, int64_t count, float* t
     float *const times = known + all, *const plus = times + width;
     int shift = 0;
     while (int64_t(1) << shift < each) shift++;
-    const bool whole = int64_t(1) << shift == each && each % LANES == 0 && bytes % LANES == 0;
+    const bool whole = int64_t(1) << shift == each && each % LANES == 0;
     const uint8_t* const from = codes + first * bytes;
     if (by_channel) {
         widen(steps + first / group * all, all, known);
@@ -225,8 +255,9 @@ void graftwork::GroupedRows::decode_group(int64_t first, int64_t count, float* t
 }
 
 bool graftwork::GroupedRows::in_vectors() const {
-    const int64_t least = bits & 1 ? 1 : bits;
-    return (width & (width - 1)) == 0 && width * least / 8 % LANES == 0;
+    bool found = false;
+    of_bits(bits, [&](auto kind) { found = decltype(kind)::in_vectors(width); });
+    return found;
 }
 
 // The code of a channel of a row, of whole vectors.

@@ -28,6 +28,7 @@ constexpr int LANES = 8;
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef int32_t Whole __attribute__((vector_size(4 * LANES)));
 typedef uint8_t Marks __attribute__((vector_size(LANES)));
+typedef uint8_t Half __attribute__((vector_size(LANES / 2)));
 
 template <class V, class T>
 V load(const T* from) {
