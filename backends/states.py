@@ -255,8 +255,8 @@ class StateBuffers:
         start, rows = past + first, [past + row for row in path[first:]]
         index = torch.tensor(rows, device=self.device)
         for group in self.groups:
-            if group.symbol is None or group.together:
-                continue
+            if group.symbol in (None, SOURCE) or group.together:
+                continue  # what texts are written from has no row of a token of theirs
             axis = group.own_row_axis + 1
             for data in group.of(states):
                 mine = data.select(group.batch_axis, sequence)
@@ -300,7 +300,7 @@ class StateBuffers:
                 name: self._rows(group, place, sequence, start, stop).cpu().clone()
                 for group in self.groups
                 for place, name in enumerate(group.names)
-                if name in states and group.symbol is not None
+                if name in states and group.symbol not in (None, SOURCE)
             }
 
     def write_rows(self, sequence: int, start: int, rows: Mapping[str, torch.Tensor]) -> None:

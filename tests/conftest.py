@@ -80,11 +80,11 @@ def steady(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """Drafts are whole, whatever steps take: how many are accepted does not depend on the machine.
     Tests marked `measured` are about policies that look at the time."""
     if request.node.get_closest_marker("measured") is None:
-        from graftwork.runtime.speculate.lengths.chains import ReadyChains
         from graftwork.runtime.speculate.lengths.goodput import GoodputPolicy
+        from graftwork.runtime.speculate.ready_chains import MeasuredChains, ReadyChains
 
         monkeypatch.setattr(GoodputPolicy, "_size", lambda policy: policy.most)
-        monkeypatch.setattr(GoodputPolicy, "chains", lambda policy: ReadyChains())
+        monkeypatch.setattr(MeasuredChains, "size", ReadyChains.size)
 
 
 PROCESSORS = ["native", *(["x86-64", "haswell"] if platform.machine() == "x86_64" else [])]

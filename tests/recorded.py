@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from graftwork.ir import Program, run
+from graftwork.ir import SOURCE, Program, run
 from graftwork.runtime.speculate.proposers.base import Proposer
 
 
@@ -53,7 +53,7 @@ class Recorded(Proposer):
 
 def states_of(program: Program, rows: int) -> dict[str, torch.Tensor]:
     """Empty caches of one sequence."""
-    types = {n: s.type.bind({"B": 1, "C": rows}) for n, s in program.states.items()}
+    types = {n: s.type.bind({"B": 1, "C": rows, SOURCE: 0}) for n, s in program.states.items()}
     return {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in types.items()}
 
 

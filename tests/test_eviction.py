@@ -23,6 +23,7 @@ from graftwork.backends import compile
 from graftwork.backends.onnxruntime.portable import portable
 from graftwork.backends.target import Target
 from graftwork.ir import (
+    SOURCE,
     GraftworkError,
     PassError,
     Program,
@@ -379,7 +380,8 @@ def test_buffers_stay_within_the_budget(name: str, backend: str) -> None:
     executable = executable_of(evicting(name), backend)
     generate(executable, TEXT.repeat(1, 2), **asked(60))
     grain = 64 if backend == "onnxruntime" else 256
-    assert set(executable.buffers.capacities.values()) == {grain}
+    texts = executable.buffers.capacities.keys() - {SOURCE}
+    assert {executable.buffers.capacities[symbol] for symbol in texts} == {grain}
 
 
 @pytest.mark.parametrize(

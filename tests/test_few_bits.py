@@ -201,7 +201,9 @@ def test_executables_name_the_kernels_of_few_bits(monkeypatch: pytest.MonkeyPatc
     generate(made, PROMPTS, **ASKED)
     assert {use.kernel for use in made.kernels()} == {tiles.kernel_name()}
     assert sorted(use[:3] + use[4:] for use in made.kernels()) == sorted(
-        use[:3] + use[4:] for use in eager
+        use[:3] + use[4:]
+        for use in eager
+        if use[0] == "step"  # no prompt was given as rows
     )
     monkeypatch.setattr(rows_quantized, "quantized_ops_available", lambda: "no compiler")
     other = compile(program, Target("onnxruntime", "cpu"))
@@ -209,5 +211,5 @@ def test_executables_name_the_kernels_of_few_bits(monkeypatch: pytest.MonkeyPatc
     found = {(use.what, use.bits): use.kernel for use in other.kernels()}
     assert found["look-up", 8] == DECOMPOSED and found["product", 4].startswith("MatMulNBits (4 b")
     line = kernels_line(made.kernels())
-    count = sum(use.calls for use in eager if use.bits == 4)
+    count = sum(use.calls for use in eager if use.bits == 4 and use[0] == "step")
     assert line == f"{tiles.kernel_name()}: {count} in 4, 2 in 8 bits"

@@ -21,13 +21,13 @@ from graftwork.ir.plan import (
 )
 from graftwork.runtime.feeding.draft import NO_DRAFT, Draft
 from graftwork.runtime.memo import LEARNT
-from graftwork.runtime.speculate.lengths.chains import ChainKnowledge, MeasuredChains
+from graftwork.runtime.speculate.costs import Costs
 from graftwork.runtime.speculate.lengths.confidence import ConfidencePolicy
-from graftwork.runtime.speculate.lengths.costs import Costs
 from graftwork.runtime.speculate.lengths.goodput import GoodputPolicy
 from graftwork.runtime.speculate.lengths.svip import SvipPolicy, entropy
 from graftwork.runtime.speculate.lengths.thompson import ThompsonPolicy
 from graftwork.runtime.speculate.level import Level
+from graftwork.runtime.speculate.ready_chains import ChainKnowledge, MeasuredChains
 
 pytestmark = pytest.mark.measured
 

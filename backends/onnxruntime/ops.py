@@ -199,8 +199,9 @@ def ort_attend_keeping(
     %qkv, None, None, %kv.0.key, %kv.0.value, %past, %kv.0.query, %in_block, %positions, @cos, @sin,
     heads=8, groups=2, scale=0.125)``
 
-    kept [B,H,W,D], kept_past i64[B]: written as by `cache_write`; the rest as there. Returns the
-    attended values, both caches and the state.
+    kept [B,H,W,D], kept_past i64[B]: written as by `cache_write`. query, key, value, past_key,
+    past_value, past, positions, cos, sin, ancestors, sinks and slopes as in `ort_attend`. Returns
+    the attended values, both caches and the state.
     """
     given = query, key, value, past, positions, cos, sin
     sizes = heads, groups, past_key.shape[3], past_value.shape[3]

@@ -48,7 +48,7 @@ def keep(key: str, model: Model, recipe: Recipe | None) -> None:
         return
     plan = plan_of(program, functions, tables_of(program, written.weights))
     step = plan.step.model_copy(update={"chunk": min(plan.step.chunk, PIECE)})
-    about = {"ops": declarations()}
+    about = {"ops": declarations(), "loss": getattr(program.plan.length, "loss", None)}
     files = [*written.weights.path.parent.glob("*.onnx"), written.weights.path]
 
     def fill(new: Path) -> None:
@@ -68,7 +68,9 @@ def _fits(made: OnnxExecutable, model: Model) -> bool:
     """Whether the runner would do what the decode loop does, as fast."""
     program, target = made.program, made.target
     plain = target.device == "cpu" and target.threads is None and target.columns is None
-    fixed = not program.plan.speculates or program.plan.length.kind == "fixed"
+    # Of drafts that may be given up the runner has chains that lie ready.
+    known_lengths = {"fixed", "goodput"} if program.plan.draft.kind == "suffix" else {"fixed"}
+    fixed = not program.plan.speculates or program.plan.length.kind in known_lengths
     defaults = program.info.defaults
     known = SETTINGS.issuperset(defaults.supported) and not defaults.unsupported
     alone = program.plan.source.encoder is None and program.plan.source.kind == "none"

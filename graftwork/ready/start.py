@@ -14,6 +14,8 @@ from typing import Any
 from ..backends.cached_library import SHARED, library
 from ..backends.cores import default_threads
 from ..ir.support.tokenizer import encode, read_tokenizer
+from ..runtime.speculate.costs import Costs
+from ..runtime.speculate.ready_chains import ChainKnowledge, MeasuredChains
 from ..runtime.stats import Stats
 from . import entries
 
@@ -33,6 +35,10 @@ class Ready:
         for name in functions.plan["functions"]:  # now: whoever makes room may remove the files
             functions.session(name, "chain")
         self.stats = Stats()
+        if about["loss"] is not None:
+            most = self.runner.plan["draft"]["tokens"]
+            known = ChainKnowledge(most)
+            self.runner.timed = MeasuredChains(about["loss"], Costs(), range(1, most + 2), known)
 
     @property
     def approximate(self) -> bool:

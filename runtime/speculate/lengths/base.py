@@ -13,7 +13,7 @@ from ....ir.plan import FixedLength
 from ...feeding.draft import VerifiedStep
 from ...registry import Registry
 from ..level import Level
-from .chains import ReadyChains
+from ..ready_chains import ReadyChains
 
 Flags: TypeAlias = npt.NDArray[np.bool_]
 

@@ -11,9 +11,9 @@ from ....ir.execution.executable import Executable
 from ....ir.plan import GoodputLength
 from ...feeding.draft import VerifiedStep
 from ...memo import learnt
+from ..costs import Costs
+from ..ready_chains import FORGET, HORIZON, SURE, ChainKnowledge, MeasuredChains
 from .base import LENGTHS, LengthPolicy
-from .chains import FORGET, HORIZON, SURE, ChainKnowledge, MeasuredChains
-from .costs import Costs
 
 CALM = 16
 """Steps without drafts at least, once that seems best: the decision itself takes a tenth of one."""
@@ -62,12 +62,13 @@ class Knowledge:
     def learn(self, taken: VerifiedStep) -> None:
         """What became of each draft token."""
         for draft, path in zip(taken.drafts, taken.paths, strict=True):
-            size = len(draft.tokens)
+            # What a grammar forces may be longer than any draft of the plan.
+            size = min(len(draft.tokens), len(self.seen))
             if not size:
                 continue
             self.seen[:size] = FORGET * self.seen[:size] + 1
             self.hits[:size] *= FORGET
-            self.hits[list(path)] += 1
+            self.hits[[node for node in path if node < size]] += 1
 
     def plain_step(self, width: int) -> float:
         """Seconds of a step of this width without a draft; steps of a rest may take less."""
