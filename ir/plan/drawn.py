@@ -9,11 +9,11 @@ from ..support.errors import InputError
 from .base import policy
 from .bounds import MOST_NODES, Chances, Levels, Nodes
 from .shapes import best_paths
-from .tree import Paths, TreeRecord
+from .tree import Paths, ShapedTree, TreeRecord
 
 
 @policy
-class SampledShape(TreeRecord):
+class SampledShape(ShapedTree):
     """The same shape every step, its tokens sampled from the drafter; when greedy, the best.
 
     paths: a node each, parents and earlier siblings first, the nodes that are worth most first, so
@@ -63,22 +63,6 @@ class SampledShape(TreeRecord):
     def best(cls, accepted: Iterable[Sequence[float]], nodes: int) -> SampledShape:
         """The tree of `nodes` nodes with the most accepted tokens (`shapes.best_paths`)."""
         return cls(tuple(best_paths(list(accepted), nodes)))
-
-    @property
-    def most(self) -> int:
-        return len(self.paths)
-
-    @property
-    def chain(self) -> bool:
-        """Whether every node has one child."""
-        return all(rank == 0 for path in self.paths for rank in path)
-
-    @property
-    def breadth(self) -> int:
-        """Inner nodes of a level, at most."""
-        inner = {path[:-1] for path in self.paths if len(path) > 1}
-        sizes = [sum(len(path) == depth for path in inner) for depth in {len(p) for p in inner}]
-        return max(sizes, default=0)
 
 
 @policy

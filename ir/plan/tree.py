@@ -111,8 +111,29 @@ class Chain(TreeRecord):
         return self.depth
 
 
+class ShapedTree(TreeRecord):
+    """Base of trees with a node for each of their `paths`."""
+
+    paths: Paths
+
+    @property
+    def most(self) -> int:
+        return len(self.paths)
+
+    @property
+    def chain(self) -> bool:
+        """Whether it has one node a level, the likeliest."""
+        return all(rank == 0 for path in self.paths for rank in path)
+
+    @property
+    def breadth(self) -> int:
+        """Inner nodes of a level, at most."""
+        inner = {path[:-1] for path in self.paths if len(path) > 1}
+        return max(Counter(map(len, inner)).values(), default=0)
+
+
 @policy
-class StaticTree(TreeRecord):
+class StaticTree(ShapedTree):
     """The same shape every step. paths: a node each, as its ranks among siblings from the root.
 
     ``((0,), (1,), (0, 0))``: the two likeliest tokens, and the likeliest one after the first.
@@ -166,10 +187,6 @@ class StaticTree(TreeRecord):
         return cls(tuple(sorted((tuple(path) for path in paths), key=_by_depth)))
 
     @property
-    def most(self) -> int:
-        return len(self.paths)
-
-    @property
     def depth(self) -> int:
         """Length of the longest path."""
         return max(map(len, self.paths), default=0)
@@ -179,17 +196,6 @@ class StaticTree(TreeRecord):
         """Nodes at each depth."""
         counts = Counter(map(len, self.paths))
         return tuple(counts[depth] for depth in range(1, self.depth + 1))
-
-    @property
-    def chain(self) -> bool:
-        """Whether it has one node a level, the likeliest."""
-        return all(rank == 0 for path in self.paths for rank in path)
-
-    @property
-    def breadth(self) -> int:
-        """Inner nodes of a level, at most."""
-        inner = {path[:-1] for path in self.paths if len(path) > 1}
-        return max(Counter(map(len, inner)).values(), default=0)
 
 
 @policy
