@@ -6,9 +6,9 @@
 //   CachedQuantizedAttention(query, past_key, past_value, past_key_steps, past_value_steps, past, ...
 //     as above; bits, turned, ...) -> (out, key, value, key_steps, value_steps, kept?)
 //
-// They are graftwork.ort_attend and ort_attend_quantized, or with past_kept ort_attend_keeping and
-// ort_attend_quantized_keeping, where the last dimension of query, key, value and out is that of all
-// heads. Caches are written where they lie, if key and value are bound to the memory of past_key and
+// They are graftwork.ort_attend and ort_attend_quantized, or with past_kept ort_attend_keeping (of
+// quantized caches no pass asks for it), where the last dimension of query, key, value and out is that
+// of all heads. Caches are written where they lie, if key and value are bound to the memory of past_key and
 // past_value, and kept likewise.
 
 #pragma once
