@@ -10,7 +10,10 @@ import torch
 import graftwork as gw
 from graftwork.cli.demo import demo_folder
 
-PROMPT = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n\ndef read"
+PROMPTS = [
+    "def read(path):\n    with open(path) as file:\n        return file.read()\n\n\ndef read",
+    "import os\n\n\nclass Shape:\n    def area(self):\n        return self.width * self.height\n",
+]
 
 
 @cache
@@ -23,9 +26,10 @@ def made(recipe: str) -> gw.Model:
 @pytest.mark.parametrize("asked", [{"do_sample": False}, {"do_sample": True, "seed": 5}], ids=str)
 @pytest.mark.parametrize("recipe", ["copyspec", "recycling", "medusa"])
 def test_texts_are_plain_decodings(recipe: str, asked: dict[str, bool | int]) -> None:
-    """Greedy, and with a seed: again and again, while the policy learns what pays."""
+    """Greedy, and with a seed: again and again, while the policy learns what pays. Of two texts one
+    is ahead of the other, differently each time."""
     plain, fast = made("baseline"), made(recipe)
-    ids = torch.tensor([plain.tokenizer.encode(PROMPT).ids])
+    ids = [plain.tokenizer.encode(prompt).ids for prompt in PROMPTS]
     wanted = plain.generate(ids, max_new_tokens=80, eos_token_id=[], pad_token_id=0, **asked)
     for _ in range(3):
         found = fast.generate(ids, max_new_tokens=80, eos_token_id=[], pad_token_id=0, **asked)
