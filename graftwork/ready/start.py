@@ -38,7 +38,7 @@ class Ready:
         if about["loss"] is not None:
             most = self.runner.plan["draft"]["tokens"]
             known = ChainKnowledge(most)
-            self.runner.timed = MeasuredChains(about["loss"], Costs(), range(1, most + 2), known)
+            timed(self.runner, MeasuredChains(about["loss"], Costs(), range(1, most + 2), known))
 
     @property
     def approximate(self) -> bool:
@@ -69,6 +69,21 @@ class Ready:
                 stats.decoded_tokens += len(tokens)
         stats.count(self.runner.steps, 1)
         stats.decode_seconds = time.perf_counter() - start
+
+
+def timed(runner: Any, chains: MeasuredChains) -> None:
+    """Let a runner verify as much of each chain as pays."""
+    verify = runner.verify
+
+    def measured(nodes: list[int], parents: list[int], *rest: Any) -> list[int]:
+        """As the runner's `verify`."""
+        size = chains.size([len(nodes)], [0])
+        start = time.perf_counter()
+        tokens: list[int] = verify(nodes[:size], parents[:size], *rest)
+        chains.learn([size], [0], [len(tokens) - 1], time.perf_counter() - start)
+        return tokens
+
+    runner.verify = measured
 
 
 def ready(key: str) -> Ready | None:

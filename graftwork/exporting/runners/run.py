@@ -8,7 +8,6 @@ Each cycle: draft, step, verify, commit. plan_functions.py runs the functions.
 
 import pathlib
 import sys
-import time
 
 if __name__ == "__main__" and len(sys.argv) != 4:  # before imports that may fail
     asked = not {"-h", "--help"}.isdisjoint(sys.argv)
@@ -27,10 +26,6 @@ def chain(tokens):
 
 
 class Runner:
-    """timed: says how much of a chain pays, and is told what came of it; None: all is verified."""
-
-    timed = None
-
     def __init__(self, folder, threads=1, share=False):
         self.functions = Functions(folder, threads, share)
         plan = self.functions.plan
@@ -125,8 +120,7 @@ class Runner:
         """The initial text and its maximum length; allocates states. With an encoder, the prompt
         is the source."""
         source, context, rows = self.plan["source"], self.model["context"], 1
-        text, encoder = list(prompt), source.get("function")
-        self.readable = []
+        text, encoder, self.readable = list(prompt), source.get("function"), []
         if encoder:
             rows = len(prompt) if source["vocabulary"] else source["most"]
             if not 0 < rows <= source["most"]:
@@ -142,6 +136,22 @@ class Runner:
             self.functions.encode(encoder, prompt, source["most"])
         return text, limit
 
+    def verify(self, nodes, parents, last, past, first, never):
+        """One step on the last token and its drafts: the accepted ones and the token after them."""
+        tree = np.eye(1 + len(nodes), dtype=np.bool_)
+        for node, parent in enumerate(parents, 1):
+            tree[node] |= tree[parent + 1]
+        tree = None if (nodes, parents) == chain(nodes) else tree
+        self.out = self.step(self.depth(past - first), [last, *nodes], past, self.fetch, None, tree)
+        best, path = self.best(never), [0]
+        for node, parent in enumerate(parents, 1):
+            if parent + 1 == path[-1] and nodes[node - 1] == best[parent + 1]:
+                path.append(node)
+        if tree is not None:
+            self.functions.commit(past, path)
+        self.column, self.steps = path[-1], self.steps + 1
+        return [best[node] for node in path]
+
     def generate(self, prompt, new, eos=None, begin=None):
         """The tokens after a prompt: `new`, or up to one of `eos` or the context's end. begin:
         initial tokens of a text with a source; default: the plan's."""
@@ -153,14 +163,14 @@ class Runner:
         text, limit = self.begun(prompt, new, begin)
         told = first = len(text)
         never = rules.get("suppress_tokens", [])
-        fetch = ["argmax", "drafted", "hidden"]
-        fetch += ["logits"] if never or "begin_suppress_tokens" in rules else []
+        logits = ["logits"] if never or "begin_suppress_tokens" in rules else []
+        self.fetch = ["argmax", "drafted", "hidden", *logits]
         if first == 1 and "forced_bos_token_id" in rules:
             text.append(rules["forced_bos_token_id"])
         for past in range(0, len(text), self.calls["chunk"]):
             part = text[past : past + self.calls["chunk"]]
             self.column, kind = len(part) - 1, self.calls["prompt"]
-            self.out = self.step(kind, part, past, fetch, [self.column], certain=len(part))
+            self.out = self.step(kind, part, past, self.fetch, [self.column], certain=len(part))
         not_first = rules.get("begin_suppress_tokens", []) if len(text) == first else []
         tokens = self.best([*never, *not_first])
         while True:
@@ -174,27 +184,8 @@ class Runner:
             yield text[told:]
             told = len(text)
             self.done, past = 0, len(text) - 1
-            nodes, parents = self.draft(text, limit - len(text) - 1)
-            timed = self.timed if (nodes, parents) == chain(nodes) else None
-            if timed is not None:
-                nodes, parents = chain(nodes[: timed.size([len(nodes)], [0])])
-            start = time.perf_counter()
-            tree = np.eye(1 + len(nodes), dtype=np.bool_)
-            for node, parent in enumerate(parents, 1):
-                tree[node] |= tree[parent + 1]
-            straight = (nodes, parents) == chain(nodes)
-            functions, shape = self.depth(past - first), None if straight else tree
-            self.out = self.step(functions, [text[-1], *nodes], past, fetch, None, shape)
-            best, path = self.best(never), [0]
-            for node, parent in enumerate(parents, 1):
-                if parent + 1 == path[-1] and nodes[node - 1] == best[parent + 1]:
-                    path.append(node)
-            if not straight:
-                self.functions.commit(past, path)
-            tokens, self.column, self.steps = [best[n] for n in path], path[-1], self.steps + 1
-            if timed is not None:
-                taken = time.perf_counter() - start
-                timed.learn([len(nodes)], [0], [len(path) - 1], taken)
+            drafted = self.draft(text, limit - len(text) - 1)
+            tokens = self.verify(*drafted, text[-1], past, first, never)
 
 
 if __name__ == "__main__":
