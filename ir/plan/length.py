@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from ..support.errors import InputError
 from .base import Record, Returned, policy, record
 from .bounds import Factor, Filled, Inside, Levels, Part, Seed, Share
 from .draft import CachedDraft
@@ -147,3 +148,27 @@ class GoodputLength(LengthRecord):
     loss: Inside = 0.02
     kind: ClassVar[str] = "goodput"
     gives_up: ClassVar[bool] = True
+
+
+@policy
+class BatchLength(LengthRecord):
+    """One length for all drafts of a batch, after its best text (BASS, Qian et al. 2024).
+
+    Where a text accepted its whole draft, the next drafts are longer by `rise`, `limit` at most.
+    Else they are shorter by length / `shrink`, rounded up, and by one more if the step before was
+    such a step, too; never below what some text accepted, or `least`. start: the first length.
+    """
+
+    start: Levels = 7
+    limit: Levels = 32
+    least: Levels = 1
+    rise: Levels = 2
+    shrink: Levels = 10
+    kind: ClassVar[str] = "batch"
+
+    def check(self) -> None:
+        if not self.least <= self.start <= self.limit:
+            raise InputError(
+                f"batch length: expected least <= start <= limit, got least={self.least}, "
+                f"start={self.start}, limit={self.limit}"
+            )

@@ -101,6 +101,22 @@ class Graft:
             self.step.set_outputs({**outputs, name: normed})
         return name
 
+    def tap_embedded(self) -> str:
+        """Let the step return its tokens' embeddings and what its head reads side by side,
+        [B,T,2*H]. Errors: `PassError` for a step that looks no tokens up."""
+        name = "hidden.embedded"
+        if name in self.step.outputs:
+            return name
+        looked_up, before = token_look_ups(self.step), self.step.outputs
+        if not looked_up:
+            raise PassError(f"{self.owner}: step does not look its tokens up in an embedding table")
+        normed = self.tap_normed()
+        parts = [_completed(looked_up[0]), self.step.outputs[normed]]
+        with self.step.graph.inserting_before(self.step.output_node):
+            joined = self.step.call(A.cat.default, parts, -1)
+        self.step.set_outputs({**before, name: joined})
+        return name
+
     def tap_inputs(self, layers: Sequence[int]) -> str:
         """Let the step return the inputs of some layers side by side, [B,T,len(layers)*H]; the
         number of layers stands for the last one's output."""

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from ...ir import UnsupportedError
 from ...ir.plan import AcceptanceLength, CachedDraft, DraftRecord, HeadsDraft
 from .base import Batch, Loss, Run, objective
+from .eagle import rollout
 
 
 @objective(AcceptanceLength)
@@ -48,10 +49,32 @@ def agreements(draft: DraftRecord, run: Run, batch: Batch, levels: int) -> list[
         best = run(draft.function, tokens=batch.tokens)["draft_logits"].argmax(-1)
         one = best == batch.best
         return [one[:, shift:] for shift in range(1, 1 + min(levels, draft.levels))]
+    if isinstance(draft, CachedDraft) and draft.stepwise:
+        return _rolled_out(draft, run, batch, min(levels, draft.levels))
     raise UnsupportedError(
-        f"length=acceptance is trained for drafts of parallel heads (draft_medusa) and of models "
-        f"(draft_model), not for draft={draft}"
+        f"acceptance is learned from drafts of parallel heads (draft_medusa), of models "
+        f"(draft_model) and of layers on features (draft_eagle), not for draft={draft}"
     )
+
+
+def _rolled_out(draft: CachedDraft, run: Run, batch: Batch, levels: int) -> list[torch.Tensor]:
+    """`agreements` of a layer on features, which goes on from its own states."""
+    assert draft.output is not None
+    found: list[list[torch.Tensor]] = []
+    # A window at a time: every level attends to all before it.
+    for index in range(len(batch.tokens)):
+        one = slice(index, index + 1)
+        features = batch.hidden[draft.output][one, :-1]
+        if draft.entry is not None:
+            features = run(draft.entry, hidden=features)["hidden"]
+        said = rollout(draft.function, run, batch.tokens[one], features, levels)
+        found.append(
+            [
+                _same(logits.argmax(-1), batch.best[one], 1 + level)
+                for level, (logits, *_) in enumerate(said)
+            ]
+        )
+    return [torch.cat(level) for level in zip(*found, strict=True)]
 
 
 def _same(drafted: torch.Tensor, best: torch.Tensor, shift: int) -> torch.Tensor:
