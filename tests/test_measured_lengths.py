@@ -24,7 +24,7 @@ def made(recipe: str) -> gw.Model:
 @pytest.mark.measured
 @pytest.mark.filterwarnings("ignore::graftwork.ir.GraftworkWarning")
 @pytest.mark.parametrize("asked", [{"do_sample": False}, {"do_sample": True, "seed": 5}], ids=str)
-@pytest.mark.parametrize("recipe", ["copyspec", "recycling", "medusa"])
+@pytest.mark.parametrize("recipe", ["copyspec", "recycling", "medusa", "kangaroo"])
 def test_texts_are_plain_decodings(recipe: str, asked: dict[str, bool | int]) -> None:
     """Greedy, and with a seed: again and again, while the policy learns what pays. Of two texts one
     is ahead of the other, differently each time."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from fake_proposers import FakeDraft, taken
 
+from graftwork.ir import InputError
 from graftwork.ir.execution.executable import ANY, Widths
 from graftwork.ir.plan import (
     Chain,
@@ -253,6 +254,52 @@ def test_goodput_counts_what_a_draft_takes_whatever_its_size():
     assert world.play(GoodputLength()) < 127 / 0.95
     assert world.play(GoodputLength()) < 127 / 0.95
     assert sum(map(bool, world.sizes)) <= 2
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.3])
+def test_goodput_gives_up_what_another_policy_would_draft(chance):
+    """Thompson sampling alone drafts one token at least, whatever it costs."""
+    record = GoodputLength(of=ThompsonLength())
+    for seed in range(3):
+        world = World(6, chance, 1.0, seed)
+        assert world.play(record) < 127 / 0.95
+        assert world.play(record) < 127 / 0.95
+
+
+def test_goodput_lets_another_policy_end_what_pays():
+    world = World(40, 0.6, 0.1)
+    world.play(GoodputLength(of=ThompsonLength()))
+    world.play(GoodputLength(of=ThompsonLength()))
+    drafted = [size for size in world.sizes if size]
+    assert len(drafted) > len(world.sizes) / 2
+    assert len(set(drafted)) > 2 and np.mean(drafted) < 8
+
+
+def test_goodput_asks_the_policy_in_it_about_levels():
+    policy = GoodputPolicy(GoodputLength(of=ConfidenceLength(0.6, 3)), Executable(10), 2)
+    sure = level([0.7, 0.1], [0.5, 0.2])
+    assert policy.goes_on(sure, 1).tolist() == [True, False]
+    assert policy.goes_on(sure, 3).tolist() == [False, False]
+    assert policy.record.by_level and not GoodputLength().by_level
+
+
+def test_goodput_expects_what_came_of_a_size_on_the_mean():
+    """Five were asked for, of which another policy made two, of which one was accepted."""
+    policy = GoodputPolicy(GoodputLength(), Executable(5), 1)
+    known = policy.known
+    known.learn(taken([Draft([1, 2])], [range(1)]), [5])
+    new, old = 1.0, 0.97
+    made = np.array([1, 1, old / (old + new), old / (old + new), old / (old + new)])
+    assert known.sizes() == pytest.approx([0, *made.cumsum()])
+    hits = old / np.arange(2.0, 7.0) + [1, 0, 0, 0, 0]
+    assert known.expected() == pytest.approx(1 + np.array([0, *(hits / (old + new)).cumsum()]))
+    known.learn(taken([Draft([1, 2])], [range(1)]), [0])  # a grammar's: nobody asked for it
+    assert known.asked[0] == known.made[0] and known.asked[4] > known.made[4]
+
+
+def test_goodput_of_goodput_is_refused():
+    with pytest.raises(InputError, match="gives up drafts itself"):
+        GoodputLength(of=GoodputLength())
 
 
 def test_goodput_says_for_how_long_it_rests():

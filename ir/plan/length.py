@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from ..support.errors import InputError
@@ -142,13 +142,39 @@ class GoodputLength(LengthRecord):
 
     Step times by width and acceptance by place in the draft are learned step by step, so drafts
     that do not pay are given up (SmartSpec, Liu et al. 2024). loss: share of plain decoding's time
-    that finding out may cost over 128 tokens.
+    that finding out may cost over 128 tokens. of: the policy that ends drafts within the size, if
+    the plan had one; what it makes is what is measured.
     """
 
     loss: Inside = 0.02
+    of: Filled[LengthRecord] = FixedLength()
     kind: ClassVar[str] = "goodput"
     gives_up: ClassVar[bool] = True
 
+    def check(self) -> None:
+        if self.of.gives_up:
+            raise InputError(f"length=goodput of {self.of.brief}: that gives up drafts itself")
+
+    @property
+    def by_level(self) -> bool:  # type: ignore[override]
+        return self.of.by_level
+
+    @property
+    def judges(self) -> bool:  # type: ignore[override]
+        return self.of.judges
+
+    @property
+    def trains(self) -> tuple[Record, ...]:
+        return self.of.trains
+
+    def into(self, plan: DecodePlan) -> DecodePlan:
+        """See `Record.into`: a length that is there ends drafts within the size."""
+        if plan.length.gives_up:
+            return super().into(plan)
+        return replace(plan, length=replace(self, of=plan.length))
+
+    def misfits(self, plan: DecodePlan) -> Iterator[str]:
+        return self.of.misfits(plan)
 
 @policy
 class BatchLength(LengthRecord):

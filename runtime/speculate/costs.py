@@ -61,8 +61,8 @@ class Costs:
         self.rising = list(accumulate(self.seconds, max))
         return old if strange else seconds
 
-    def at(self, widths: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Expected seconds at each width; needs one measurement at least."""
+    def at(self, widths: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Expected seconds at each width, or mean width; needs one measurement at least."""
         beyond = np.maximum(widths - self.widths[-1], 0) * self._slope()
         return np.asarray(np.interp(widths, self.widths, self.rising) + beyond)
 

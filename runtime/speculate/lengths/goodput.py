@@ -12,8 +12,9 @@ from ....ir.plan import GoodputLength
 from ...feeding.draft import VerifiedStep
 from ...memo import learnt
 from ..costs import Costs
+from ..level import Level
 from ..ready_chains import FORGET, HORIZON, SURE, ChainKnowledge, MeasuredChains
-from .base import LENGTHS, LengthPolicy
+from .base import LENGTHS, Flags, LengthPolicy
 
 CALM = 16
 """Steps without drafts at least, once that seems best: the decision itself takes a tenth of one."""
@@ -43,10 +44,10 @@ class Timings:
 class Knowledge:
     """What texts have taught with an executable at a batch size; it outlives a generation.
 
-    seen, hits: f64[most], how often draft token i was verified and accepted, older drafts counting
-    less. lost: seconds, next to plain decoding of `tokens` tokens. steps, whole, plain: steps
-    so far, and at the last one with a whole draft or none. patience: steps from a whole draft to
-    the next. until: the step before which nothing is drafted.
+    asked, made, hits: f64[most], how often draft token i was asked for, verified and accepted,
+    older drafts counting less. lost: seconds, next to plain decoding of `tokens` tokens. steps,
+    whole, plain: steps so far, and at the last one with a whole draft or none. patience: steps from
+    a whole draft to the next. until: the step before which nothing is drafted.
     """
 
     def __init__(self, most: int, timings: Timings) -> None:
@@ -56,18 +57,18 @@ class Knowledge:
         self.steps = self.whole = self.plain = 0
         self.patience = self.until = 0
         # One imagined draft, whose later tokens were accepted ever more rarely.
-        self.seen = np.ones(most)
+        self.asked, self.made = np.ones(most), np.ones(most)
         self.hits = 1 / np.arange(2.0, most + 2)
 
-    def learn(self, taken: VerifiedStep) -> None:
-        """What became of each draft token."""
-        for draft, path in zip(taken.drafts, taken.paths, strict=True):
-            # What a grammar forces may be longer than any draft of the plan.
-            size = min(len(draft.tokens), len(self.seen))
-            if not size:
-                continue
-            self.seen[:size] = FORGET * self.seen[:size] + 1
-            self.hits[:size] *= FORGET
+    def learn(self, taken: VerifiedStep, asked: Sequence[int]) -> None:
+        """What became of each draft token. asked: how many were, of each sequence."""
+        for draft, path, wanted in zip(taken.drafts, taken.paths, asked, strict=True):
+            # What a grammar forces was not asked for, and may be longer than any draft of the plan.
+            size = min(len(draft.tokens), len(self.asked))
+            wanted = max(size, wanted)
+            for counts, found in ((self.asked, wanted), (self.made, size), (self.hits, 0)):
+                counts[:wanted] *= FORGET
+                counts[:found] += 1
             self.hits[[node for node in path if node < size]] += 1
 
     def plain_step(self, width: int) -> float:
@@ -76,8 +77,12 @@ class Knowledge:
         return min(step, self.resting.one(1)) if self.resting.widths else step
 
     def expected(self) -> Any:
-        """Tokens that a step yields with the first 0..most draft tokens, f64[most+1]."""
-        return 1 + np.concatenate([[0.0], np.cumsum(self.hits / self.seen)])
+        """Tokens that a step yields if 0..most draft tokens are asked for, f64[most+1]."""
+        return 1 + np.concatenate([[0.0], np.cumsum(self.hits / self.asked)])
+
+    def sizes(self) -> Any:
+        """Tokens of a draft if 0..most are asked for, f64[most+1]."""
+        return np.concatenate([[0.0], np.cumsum(self.made / self.asked)])
 
 
 @LENGTHS.register(GoodputLength)
@@ -85,13 +90,14 @@ class GoodputPolicy(LengthPolicy):
     """Maximises expected tokens by expected seconds over the first k draft tokens, k = 0 included.
 
     The order of a draft's tokens is its own ranking (see `Draft.cut`), so acceptance is estimated
-    by place in the draft. What was lost so far against plain decoding is kept account of: trying
-    sizes that do not seem best, and sizes that disappoint, ends where the account is used up. It
-    starts with half of the record's `loss` and earns the other half token by token, so the first
-    128 tokens take 1 + `loss` times as long as plain decoding at worst, and later ones half of
-    that; where drafting keeps not to pay, it is tried ever more rarely. Source: Liu et al.,
-    "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput" (SmartSpec,
-    2024).
+    by place in the draft. Drafts may end before k, because another policy says so or the drafter
+    has no more: what is expected of k is the mean over those that came of it. What was lost so far
+    against plain decoding is kept account of: trying sizes that do not seem best, and sizes that
+    disappoint, ends where the account is used up. It starts with half of the record's `loss` and
+    earns the other half token by token, so the first 128 tokens take 1 + `loss` times as long as
+    plain decoding at worst, and later ones half of that; where drafting keeps not to pay, it is
+    tried ever more rarely. Source: Liu et al., "Optimizing Speculative Decoding for Serving Large
+    Language Models Using Goodput" (SmartSpec, 2024).
     """
 
     record: GoodputLength
@@ -105,6 +111,9 @@ class GoodputPolicy(LengthPolicy):
         self.known = kept.setdefault(key, Knowledge(self.most, timings))
         holding = executable.widths(executable.program.step.name).holding
         self.widths = np.array([holding(size + 1) for size in range(self.most + 1)])
+        self.of = LENGTHS.find(record.of)(record.of, executable, batch)
+        self.wants = self.of.wants
+        self.asked = [0] * batch
 
     def chains(self) -> MeasuredChains:
         kept: dict[object, ChainKnowledge] = learnt(self.executable, ChainKnowledge)
@@ -113,7 +122,13 @@ class GoodputPolicy(LengthPolicy):
 
     def limits(self, rooms: Sequence[int]) -> list[int]:
         size = self._size() if self.most else 0
-        return [size if room > 0 else 0 for room in rooms]
+        self.asked = [max(min(size, room), 0) for room in rooms]
+        if not size:
+            return self.asked
+        return [min(size, count) for count in self.of.limits(rooms)]
+
+    def goes_on(self, level: Level, depth: int) -> Flags:
+        return self.of.goes_on(level, depth)
 
     def _size(self) -> int:
         """Draft tokens of the next step."""
@@ -126,7 +141,9 @@ class GoodputPolicy(LengthPolicy):
             known.timings.looked, known.until = True, known.steps + SURE
             return 0
         reach = self._reach() + 1
-        seconds = costs.at(self.widths[:reach]) + known.making.at(np.arange(reach))
+        sizes = known.sizes()[:reach]
+        widths = np.interp(sizes, np.arange(reach), self.widths[:reach])
+        seconds = costs.at(widths) + known.making.at(sizes)
         plain = seconds[0] = known.plain_step(int(self.widths[0]))
         half = self.record.loss / 2
         account = half * (HORIZON + known.tokens) * plain - known.lost
@@ -186,7 +203,9 @@ class GoodputPolicy(LengthPolicy):
             known.making.add(size, drafting, trusted=True)
         known.lost += spent + drafting
         known.lost -= mean * known.plain_step(int(self.widths[0]))
-        known.learn(taken)
+        known.learn(taken, self.asked)
+        self.asked = [0] * self.batch
+        self.of.observe(taken, drafting, step)
         known.steps += 1
         known.tokens += mean
         if size:
