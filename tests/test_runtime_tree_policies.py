@@ -135,9 +135,20 @@ def test_no_deeper_than_the_proposer(policy):
 
 
 def test_static_order_is_the_record_s():
-    tree = StaticTree.of([(0,), (1,), (0, 0), (0, 1), (1, 0)])
-    (draft,) = StaticTreePolicy(tree).grow(RuleProposer(even, 1), [9], fixed(1))
-    assert draft == Draft([1, 2, 1, 2, 1], None, (-1, -1, 0, 0, 1))
+    tree = StaticTree(((0,), (0, 0), (1,), (0, 1), (1, 0)))
+    policy = StaticTreePolicy(tree)
+    (draft,) = policy.grow(RuleProposer(even, 1), [9], fixed(1))
+    assert draft == Draft([1, 1, 2, 2, 1], None, (-1, 0, -1, 0, 2))
+    (draft,) = policy.grow(RuleProposer(even, 1), [1], fixed(1))
+    assert draft == Draft([1, 2], None, (-1, -1))
+
+
+def test_a_static_tree_that_is_cut_keeps_its_most_valuable_nodes():
+    """0.6, then 0.3 (0.6 * 0.5), then 0.24 (0.6 * 0.4); the tree of two is the first two."""
+    best = StaticTree.best([[0.6, 0.2], [0.5, 0.4]], 4)
+    assert best.paths == ((0,), (0, 0), (0, 1), (1,))
+    (draft,) = StaticTreePolicy(best).grow(RuleProposer(even, 1), [9], fixed(1))
+    assert draft.cut(2) == Draft([1, 1], None, (-1, 0))
 
 
 @settings(deadline=None)

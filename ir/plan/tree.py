@@ -136,25 +136,24 @@ class ShapedTree(TreeRecord):
 class StaticTree(ShapedTree):
     """The same shape every step. paths: a node each, as its ranks among siblings from the root.
 
-    ``((0,), (1,), (0, 0))``: the two likeliest tokens, and the likeliest one after the first.
-    Sorted by depth, then by ranks; every node's parent is a node. Errors: `InputError` otherwise.
-    The options are those of `chosen`.
+    ``((0,), (0, 0), (1,))``: the likeliest token, what follows it, and the second likeliest token.
+    The most valuable first, as a draft that is cut keeps the first ones; every node comes after its
+    parent. Errors: `InputError` otherwise. The options are those of `chosen`.
     """
 
     paths: Paths = ((0,),)
     kind: ClassVar[str] = "static"
 
     def check(self) -> None:
-        known = {()} | set(self.paths)
-        if len(known) != len(self.paths) + 1 or () in self.paths:
-            counts = Counter(((), *self.paths))
-            twice = next(path for path, count in counts.items() if count > 1)
-            raise InputError(f"static tree: a path is given twice or is empty: {twice}")
+        known: set[Path] = {()}
         for path in self.paths:
+            if path in known:
+                raise InputError(f"static tree: a path is given twice or is empty: {path}")
             if path[:-1] not in known or path[-1] < 0:
-                raise InputError(f"static tree: path {path} has no parent {path[:-1]} in the tree")
-        if list(self.paths) != sorted(self.paths, key=_by_depth):
-            raise InputError("static tree: paths must be sorted by depth, then by ranks")
+                raise InputError(
+                    f"static tree: path {path} has no parent {path[:-1]} among the paths before it"
+                )
+            known.add(path)
 
     @classmethod
     def maker(cls) -> Callable[..., StaticTree]:
@@ -179,12 +178,13 @@ class StaticTree(ShapedTree):
     @classmethod
     def best(cls, accepted: Sequence[Sequence[float]], nodes: int) -> StaticTree:
         """The tree of `nodes` nodes with the most accepted tokens (`shapes.best_paths`)."""
-        return cls.of(best_paths(accepted, nodes))
+        return cls(tuple(best_paths(accepted, nodes)))
 
     @classmethod
     def of(cls, paths: Iterable[Sequence[int]]) -> StaticTree:
-        """A tree of paths in any order."""
-        return cls(tuple(sorted((tuple(path) for path in paths), key=_by_depth)))
+        """A tree of paths in any order. Nobody knows what they are worth: a rank and a level more
+        count alike."""
+        return cls(tuple(sorted((tuple(path) for path in paths), key=_by_ranks)))
 
     @property
     def depth(self) -> int:
@@ -326,5 +326,5 @@ class WidenedChain(TreeRecord):
         return self.depth * max(self.counts)
 
 
-def _by_depth(path: Path) -> tuple[int, Path]:
-    return len(path), path
+def _by_ranks(path: Path) -> tuple[int, Path]:
+    return len(path) + sum(path), path

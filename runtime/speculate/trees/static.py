@@ -37,6 +37,21 @@ class _Depth:
         self.most = 1 + max(below)
 
 
+class _Nodes:
+    """The nodes down to a depth in the tree's own order.
+
+    order: the place of each where all are in order of their depths. parents: see `Draft`.
+    """
+
+    def __init__(self, tree: StaticTree, depth: int) -> None:
+        by_depth = sorted(tree.paths, key=len)  # stable: as `_Depth` has the nodes of each
+        places = {path: place for place, path in enumerate(by_depth)}
+        paths = [path for path in tree.paths if len(path) <= depth]
+        own = {(): -1} | {path: index for index, path in enumerate(paths)}
+        self.order = np.array([places[path] for path in paths], dtype=np.intp)
+        self.parents = tuple(own[path[:-1]] for path in paths)
+
+
 @TREES.register(StaticTree)
 class StaticTreePolicy(TreePolicy):
     """Node (0, 2, 1) is the second best after the third best after the best token.
@@ -49,9 +64,7 @@ class StaticTreePolicy(TreePolicy):
     def __init__(self, record: StaticTree, options: GenerationOptions = PLAIN) -> None:
         super().__init__(record, options)
         self.depths = [_Depth(record, depth) for depth in range(1, record.depth + 1)]
-        place = {(): -1} | {path: index for index, path in enumerate(record.paths)}
-        self.parents = tuple(place[path[:-1]] for path in record.paths)
-        self.sizes = np.cumsum([0, *record.widths]).tolist()
+        self.trees = [_Nodes(record, depth) for depth in range(record.depth + 1)]
 
     def grow(self, proposer: Proposer, depths: Sequence[int], length: LengthPolicy) -> list[Draft]:
         most = min(len(self.depths), proposer.depth or len(self.depths))
@@ -67,16 +80,15 @@ class StaticTreePolicy(TreePolicy):
             parents = np.broadcast_to(here.parent[here.expanded], batch)
             level = proposer.grow(tokens[:, here.expanded], parents, self.depths[number].most)
         every = np.concatenate(columns, 1)
-        rows, whole = every.tolist(), bool((every >= 0).all())
-        return [self._draft(row, depth, whole) for row, depth in zip(rows, limits, strict=True)]
+        whole = bool((every >= 0).all())
+        return [self._draft(row, depth, whole) for row, depth in zip(every, limits, strict=True)]
 
-    def _draft(self, tokens: list[int], depth: int, whole: bool) -> Draft:
-        size = self.sizes[depth]
-        if not size:
+    def _draft(self, tokens: Ids, depth: int, whole: bool) -> Draft:
+        nodes = self.trees[depth]
+        if not nodes.parents:
             return NO_DRAFT
-        if whole:
-            return Draft(tokens[:size], None, self.parents[:size])
-        return chosen(tokens[:size], self.parents[:size])
+        row = tokens[nodes.order].tolist()
+        return Draft(row, None, nodes.parents) if whole else chosen(row, nodes.parents)
 
 
 def _pick(level: Level, here: _Depth) -> Ids:
