@@ -62,7 +62,7 @@ def steps_of(name: str, folder: Path) -> Sequence[Step]:
     few |= {"sinks": "32"} if name == "moa" else {}
     brought |= {f"evict_cache.{name}": rows for name, rows in few.items()}
     brought |= {"quantize_old_rows.residual": "64", "quantize_old_rows.block": "64"}
-    brought |= {"read_sparse.rows": "16", "read_sparse.picks": "1"}
+    brought |= {"read_sparse.rows": "16", "read_sparse.picks": "1", "read_sparse.channels": "4"}
     brought |= {"read_chunks.rows": "16"}
     brought |= {"sum_dropped.steps": "2", "sum_dropped.windows": "1"}
     brought |= {"predict_cache.windows": "2", "predict_cache.length": "96"}

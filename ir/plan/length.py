@@ -176,6 +176,7 @@ class GoodputLength(LengthRecord):
     def misfits(self, plan: DecodePlan) -> Iterator[str]:
         return self.of.misfits(plan)
 
+
 @policy
 class BatchLength(LengthRecord):
     """One length for all drafts of a batch, after its best text (BASS, Qian et al. 2024).
