@@ -20,12 +20,20 @@ EXTRAS = {
     "an outlier": (1, 0, False, False),
     "outliers and a low rank": (2, 2, False, False),
     "turned": (0, 0, True, False),
-    "turned and rotated": (1, 1, True, True),
+    "rotated": (0, 0, False, True),
+    "an outlier, rotated": (1, 0, False, True),
+    "turned and rotated": (0, 0, True, True),
+    "turned and rotated with more": (1, 1, True, True),
 }
 
 
 def operands(
-    widths: tuple[int, int], bits: int, by: tuple[bool, bool], extra: str, batch: int = 2
+    widths: tuple[int, int],
+    bits: int,
+    by: tuple[bool, bool],
+    extra: str,
+    batch: int = 2,
+    tokens: int = 5,
 ) -> list[Any]:
     outliers, rank, turned, rotated = EXTRAS[extra]
     rows, groups, group = 256, 2, 32 if all(width % 32 == 0 for width in widths) else 8
@@ -41,13 +49,13 @@ def operands(
             )
         )
         factors += low_rank(0.1 * x, group=group, rank=rank) if rank else (None, None)
-    mask = torch.rand(batch, 1, 5, rows, generator=generator) < 0.6
+    mask = torch.rand(batch, 1, tokens, rows, generator=generator) < 0.6
     mask[..., 0], mask[0, :, :, 200:] = True, False
     angle = torch.rand(1, rows, widths[0] // 2, generator=generator)
     angles = (angle.cos(), angle.sin()) if rotated else (None, None)
     how |= {"keys_by_channel": by[0], "values_by_channel": by[1], "turned": turned}
     how |= {"residual": 64, "block": 32, "scale": widths[0] ** -0.5}
-    q = torch.randn(batch, 4, 5, widths[0], generator=generator)
+    q = torch.randn(batch, 4, tokens, widths[0], generator=generator)
     past = torch.tensor([203, 96])[:batch]
     given = (q, *stored[0], *stored[1], past, mask, None, None, *factors, *angles)
     return list(OP.declared.bound(*given, **how))
@@ -72,15 +80,17 @@ def test_the_kernel_does_what_the_op_says(widths: tuple[int, int]) -> None:
     assert not wrong, wrong
 
 
+@pytest.mark.parametrize("by", [(True, False), (False, True)])
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_a_row_has_the_same_bits_in_any_company(extra: str) -> None:
-    given = operands((64, 64), 4, (True, False), extra)
+def test_a_row_has_the_same_bits_in_any_company(extra: str, by: tuple[bool, bool]) -> None:
+    """Alone, in gangs of eight, and among more than read rows together."""
+    given = operands((64, 64), 3 if by[0] else 4, by, extra, tokens=40)
     kernel = native.OPS["attend_grouped"]
     whole = kernel(*given)
-    for token in range(5):
-        alone = [*given]
-        alone[0], alone[8] = given[0][:, :, token : token + 1], given[8][:, :, token : token + 1]
-        assert torch.equal(kernel(*alone)[:, :, 0], whole[:, :, token])
+    for some in [*map(slice, range(5), range(1, 6)), slice(7, 15), slice(3, 40)]:
+        few = [*given]
+        few[0], few[8] = given[0][:, :, some].contiguous(), given[8][:, :, some].contiguous()
+        assert torch.equal(kernel(*few), whole[:, :, some]), some
 
 
 @pytest.mark.parametrize("by", [(True, False), (False, True)])

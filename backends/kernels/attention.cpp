@@ -29,6 +29,7 @@ struct Masked : Sizes {
     float scale, softcap;
     int64_t row_bytes;
     bool turned_keys, turned_values;
+    int64_t together;  // query rows that read keys and values once
 };
 
 struct Attend {
@@ -97,12 +98,15 @@ struct Rounded {
 // The results of query rows from first to last, that `make` makes. turned: they are of values that a
 // Hadamard matrix has turned.
 template <class Make>
-void attend_all(const Attention& of, bool turned, int64_t first, int64_t last, const Make& make) {
-    in_gangs(first, last, make, [&](int64_t, const Query* queries, int64_t count) {
+void attend_all(
+    const Attention& of, bool turned, int64_t first, int64_t last, const Make& make,
+    int64_t together = TOGETHER) {
+    const auto attend = [&](int64_t, const Query* queries, int64_t count) {
         attend_rows(of, queries, count);
         for (int64_t i = 0; turned && i < count; i++)
             turn_by_hadamard(queries[i].out, of.values.width);
-    });
+    };
+    in_gangs(first, last, make, attend, together);
 }
 
 // Bytes of a row of so many numbers.
@@ -251,9 +255,9 @@ struct Tokens {
 template <class Caches>
 void attend_masked(const Masked& of, const Team& team, const Caches& caches) {
     const int64_t each = of.H / of.G, rows = each * of.T, bytes = of.C * of.row_bytes;
-    in_parts(team, of.B * of.G, rows, bytes, [&](int64_t group, int64_t first, int64_t last) {
+    const auto part = [&](int64_t group, int64_t first, int64_t last) {
         static thread_local std::vector<float> space;
-        space.resize(TOGETHER * of.D);
+        space.resize(of.together * of.D);
         const auto make = [&](int64_t row, int64_t i) {
             const int64_t place = group * rows + row;
             const uint8_t* const mask = of.mask + (group / of.G * of.T + row % of.T) * of.C;
@@ -272,9 +276,10 @@ void attend_masked(const Masked& of, const Team& team, const Caches& caches) {
         };
         caches(group, [&](const Rows& keys, const Rows& values) {
             const Attention shared = {keys, values, of.C, of.scale, of.softcap};
-            attend_all(shared, of.turned_values, first, last, make);
+            attend_all(shared, of.turned_values, first, last, make, of.together);
         });
-    });
+    };
+    in_parts(team, of.B * of.G, rows, bytes, part, 1, of.together);
 }
 
 // Attention over caches that lie as they are read.
@@ -291,7 +296,7 @@ template <class Given>
 Masked masked(const Given& of, float* weight, const Stored& stored) {
     const int64_t bytes = row_bytes(stored, of.sizes.D) + row_bytes(stored, of.sizes.E);
     return {of.sizes, of.q, of.mask, of.bias, of.sinks, of.out, weight, of.scale, of.softcap, bytes,
-            stored.turned, stored.turned};
+            stored.turned, stored.turned, TOGETHER};
 }
 
 // The number of rows of a text that are codes (`stored_rows` in ir/ops/grouped_cache.py).
@@ -334,7 +339,7 @@ KERNEL(attend_grouped, AttendGrouped) {
          "groups of rows must have room for all rows");
     for (int64_t b = 0; b < sizes.B; b++) coded(of, of.past[b]);
     Masked masked = {sizes, of.q, of.mask, of.bias, of.sinks, of.out, nullptr, of.scale, of.softcap,
-                     (sizes.D + sizes.E) * of.bits / 8, of.turned && !of.cos, of.turned != 0};
+                     (sizes.D + sizes.E) * of.bits / 8, of.turned && !of.cos, of.turned != 0, MANY};
     attend_masked(masked, team, [&](int64_t group, const auto& attend) {
         const int64_t stored = coded(of, of.past[group / sizes.G]);
         GroupedRows keys, values;

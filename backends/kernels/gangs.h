@@ -10,14 +10,14 @@
 
 namespace graftwork {
 
-// Query rows of every group in parts, `work(group, first, last)`: so many for a thread at least, though
-// keys are then read more often.
+// Query rows of every group in parts, `work(group, first, last)`, of which each reads keys once for
+// `together` rows: so many parts for a thread at least, though keys are then read more often.
 template <class Work>
 void in_parts(
     const Team& team, int64_t groups, int64_t rows, int64_t bytes, const Work& work,
-    int64_t shares = 1) {
+    int64_t shares = 1, int64_t together = TOGETHER) {
     if (groups * rows == 0) return;
-    const int64_t gangs = (rows + TOGETHER - 1) / TOGETHER;
+    const int64_t gangs = (rows + together - 1) / together;
     const int64_t wanted = (shares * team.threads() + groups - 1) / groups;
     const int64_t parts = std::min(rows, std::max(gangs, wanted));
     team.each(groups * parts, bytes, [&](int64_t part) {
@@ -29,10 +29,11 @@ void in_parts(
 // Calls `make` for each query row from first to last, and gives them to `work` in gangs: the number of
 // the first, the queries, and how many they are.
 template <class Make, class Work>
-void in_gangs(int64_t first, int64_t last, const Make& make, const Work& work) {
-    Query queries[TOGETHER];
-    for (; first < last; first += TOGETHER) {
-        const int64_t count = std::min(TOGETHER, last - first);
+void in_gangs(
+    int64_t first, int64_t last, const Make& make, const Work& work, int64_t together = TOGETHER) {
+    Query queries[MANY];
+    for (; first < last; first += together) {
+        const int64_t count = std::min(together, last - first);
         for (int64_t i = 0; i < count; i++) queries[i] = make(first + i, i);
         work(first, queries, count);
     }

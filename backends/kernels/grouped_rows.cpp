@@ -1,98 +1,14 @@
 #include "grouped_rows.h"
 
 #include <algorithm>
-#include <vector>
 
+#include "group_codes.h"
+#include "hadamard.h"
 #include "lanes.h"
-#include "processor.h"
 #include "row_products.h"
 #include "stored_rows.h"
 
 namespace {
-
-// The first `count` lanes: of all of them compilers make one instruction.
-void put(float* to, Lanes value, int64_t count) {
-    if (count == LANES)
-        store(to, value);
-    else
-        store(to, value, count);
-}
-
-// A place among `count`, as it is stored; -1 for what is none: that may come from a file.
-int64_t place_of(float said, int64_t count) {
-    if (!(said >= 0 && said < float(count))) return -1;
-    const int64_t place = int64_t(said);
-    return float(place) == said ? place : -1;
-}
-
-// Numbers in half precision as floats.
-void widen(const uint16_t* from, int64_t count, float* to) {
-    int64_t i = 0;
-#ifdef __F16C__
-    for (; i + 8 <= count; i += 8)
-        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i))));
-#endif
-    for (; i < count; i++) to[i] = half_to_float(from[i]);
-}
-
-Whole wide(Marks bytes) {
-#if defined(WIDE_DOT_PRODUCTS)
-    return (Whole)_mm512_cvtepu8_epi32((__m128i)bytes);
-#elif defined(__AVX2__)
-    return (Whole)_mm256_cvtepu8_epi32(_mm_loadl_epi64((__m128i*)&bytes));
-#else
-    return __builtin_convertvector(bytes, Whole);
-#endif
-}
-
-template <int... lane>
-Whole second_half(std::integer_sequence<int, lane...>) {
-    return Whole{(lane >= LANES / 2)...};
-}
-
-// Rows of codes, which are read as floats. Widths are powers of two. Bytes hold pieces of codes: the
-// first bytes the lowest bits of all, and of a piece, the first channels' are the lowest.
-template <int BITS>
-struct Codes {
-    typedef uint8_t Number;
-    static constexpr int LEAST = BITS & 1 ? 1 : BITS, HIGH = BITS - LEAST;  // `HIGH`: of 3 bits two
-    static constexpr int PLACES = LEAST == 1 ? 3 : LEAST == 2 ? 2 : LEAST == 4 ? 1 : 0;
-    static int64_t bytes(int64_t width) { return width * BITS / 8; }
-    // Whether a vector's channels have one place in whole vectors of bytes, or two in halves.
-    static bool in_vectors(int64_t width) {
-        const int64_t size = width * LEAST / 8;
-        const bool whole = size % LANES == 0 || (size == LANES / 2 && width % LANES == 0);
-        return (width & (width - 1)) == 0 && whole;
-    }
-    static Lanes read(const uint8_t* row, int64_t width, int64_t d) {
-        const int log = __builtin_ctzll(width) - PLACES;
-        const int64_t place = d >> log, i = d & ((int64_t(1) << log) - 1);
-        const uint8_t* const least = row + width * HIGH / 8 + i;
-        Whole found;
-        if (int64_t(1) << log >= LANES) {
-            found = wide(load<Marks>(least));
-            if constexpr (BITS != 8) found = found >> int(LEAST * place);
-        } else {
-            Half both[2];
-            both[0] = both[1] = load<Half>(least);
-            Marks twice;
-            std::memcpy(&twice, both, sizeof(twice));
-            const Whole second = second_half(std::make_integer_sequence<int, LANES>());
-            found = wide(twice) >> (int(LEAST * place) + LEAST * second);
-        }
-        if constexpr (BITS != 8) found = found & ((1 << LEAST) - 1);
-        if constexpr (HIGH != 0) {
-            // Places of two halves are the first two in a vector of these bytes.
-            const uint8_t* const first = row + ((place % HIGH) << log) + i;
-            const Whole low = wide(load<Marks>(first)) >> int(place / HIGH * HIGH);
-            found = (found << HIGH) | (low & ((1 << HIGH) - 1));
-        }
-        return __builtin_convertvector(found, Lanes);
-    }
-    static Lanes some(const uint8_t* row, int64_t width, int64_t d, int64_t) {
-        return read(row, width, d);
-    }
-};
 
 // What codes are multiplied with and added to, of `count` channels from the d-th on: numbers of each,
 // or of `1 << shift` channels, as many vectors.
@@ -111,36 +27,12 @@ struct Shared {
 };
 
 // A row's codes as numbers.
-template <int BITS, class Factors>
-void decode(const uint8_t* from, int64_t width, const Factors& factors, float* to) {
-    typedef Codes<BITS> Kind;
-    if (Kind::in_vectors(width)) {
-        for (int64_t d = 0; d < width; d += LANES)
-            store(to + d, factors.value(Kind::read(from, width, d), d, LANES));
-        return;
-    }
-    constexpr int least = Kind::LEAST, high = Kind::HIGH;
-    const int64_t size = width * least / 8;
-    for (int place = 0; place < 8 / least; place++)
-        for (int64_t i = 0; i < size; i += LANES) {
-            const int64_t count = std::min<int64_t>(LANES, size - i), d = place * size + i;
-            const uint8_t* const last = from + width * high / 8 + i;
-            Whole found = (wide(load<Marks>(last, count)) >> (least * place)) & ((1 << least) - 1);
-            if constexpr (high != 0) {
-                const uint8_t* const first = from + place % high * size + i;
-                const Whole low = wide(load<Marks>(first, count)) >> (place / high * high);
-                found = (found << high) | (low & ((1 << high) - 1));
-            }
-            put(to + d, factors.value(__builtin_convertvector(found, Lanes), d, count), count);
-        }
-}
-
 template <class Factors>
-void decode(int64_t bits, const uint8_t* from, int64_t width, const Factors& factors, float* to) {
-    if (bits == 2) return decode<2>(from, width, factors, to);
-    if (bits == 3) return decode<3>(from, width, factors, to);
-    if (bits == 4) return decode<4>(from, width, factors, to);
-    decode<8>(from, width, factors, to);
+void decode(const uint8_t* codes, int64_t width, const Factors& factors, float* to) {
+    int64_t d = 0;
+    for (; d + LANES <= width; d += LANES)
+        store(to + d, factors.value(Bytes::read(codes, width, d), d, LANES));
+    if (d < width) store(to + d, factors.value(Bytes::some(codes, width, d, width - d), d, width - d), width - d);
 }
 
 // to += by * row
@@ -152,15 +44,22 @@ void add_row(const float* row, float by, int64_t width, float* to) {
     }
 }
 
+// A pair of channels by an angle.
+void rotate(Lanes& x, Lanes& y, Lanes cos, Lanes sin) {
+    const Lanes was = x;
+    x = add_product(x, cos, -(y * sin));
+    y = add_product(y, cos, was * sin);
+}
+
 void rotate(const graftwork::GroupedRows& of, int64_t row, float* to) {
     const float *const cos = of.cos + row * of.angles, *const sin = of.sin + row * of.angles;
     float* const other = to + of.angles;
     for (int64_t i = 0; !of.interleaved && i < of.angles; i += LANES) {
         const int64_t count = std::min<int64_t>(LANES, of.angles - i);
-        const Lanes x = load<Lanes>(to + i, count), y = load<Lanes>(other + i, count);
-        const Lanes c = load<Lanes>(cos + i, count), s = load<Lanes>(sin + i, count);
-        put(to + i, x * c - y * s, count);
-        put(other + i, y * c + x * s, count);
+        Lanes x = load<Lanes>(to + i, count), y = load<Lanes>(other + i, count);
+        rotate(x, y, load<Lanes>(cos + i, count), load<Lanes>(sin + i, count));
+        put(to + i, x, count);
+        put(other + i, y, count);
     }
     for (int64_t i = 0; of.interleaved && i < of.angles; i++) {
         const float x = to[2 * i], y = to[2 * i + 1];
@@ -169,13 +68,70 @@ void rotate(const graftwork::GroupedRows& of, int64_t row, float* to) {
     }
 }
 
-// Calls `what` with the kind of codes of so many bits.
-template <class What>
-void of_bits(int64_t bits, const What& what) {
-    if (bits == 2) return what(Codes<2>());
-    if (bits == 3) return what(Codes<3>());
-    if (bits == 4) return what(Codes<4>());
-    what(Codes<8>());
+// LANES channels of a group of rows. ONES: whether one number of each is not what its code says.
+template <bool ONES>
+struct Channels {
+    Lanes times, plus, instead;
+    Whole place;
+
+    Channels(const float* known, int64_t width, int64_t group, int64_t begin, int64_t there)
+        : times(load<Lanes>(known)), plus(load<Lanes>(known + width)), instead{}, place{} {
+        if (!ONES) return;
+        place = places_of(load<Lanes>(known + 2 * width), group, begin, there);
+        instead = load<Lanes>(known + 3 * width);
+    }
+    Lanes value(const uint8_t* codes, int row) const {
+        const Lanes found = fused(Bytes::floats(load<Marks>(codes)), times, plus);
+        return ONES ? place == row ? instead : found : found;
+    }
+};
+
+// Rows from the first on of one group, whose channels share steps, rotated by their positions.
+template <bool ONES>
+void decode_channels(
+    const graftwork::GroupedRows& of, const uint8_t* codes, const float* known, int64_t first,
+    int64_t count, float* to) {
+    const int64_t width = of.width, half = of.angles, begin = first % of.group;
+    for (int64_t d = 0; d < half; d += LANES) {
+        const Channels<ONES> low(known + d, width, of.group, begin, count);
+        const Channels<ONES> high(known + d + half, width, of.group, begin, count);
+        const float *const cos = of.cos + first * half + d, *const sin = of.sin + first * half + d;
+        for (int64_t r = 0; r < count; r++) {
+            const uint8_t* const from = codes + r * width + d;
+            Lanes x = low.value(from, r), y = high.value(from + half, r);
+            rotate(x, y, load<Lanes>(cos + r * half), load<Lanes>(sin + r * half));
+            store(to + r * width + d, x);
+            store(to + r * width + d + half, y);
+        }
+    }
+}
+
+// Rows of COUNT vectors from the first on, with steps of their own for every `1 << shift` numbers, that
+// are turned back and rotated by their positions.
+template <int COUNT>
+void decode_turned(
+    const graftwork::GroupedRows& of, const uint8_t* codes, const float* known, int shift,
+    int64_t first, int64_t count, float* to) {
+    constexpr int WIDTH = COUNT * LANES, HALF = WIDTH / 2;
+    const float norm = float(1 / std::sqrt(double(WIDTH)));
+    const int64_t pieces = of.shared();
+    for (int64_t r = 0; r < count; r++, codes += WIDTH, known += of.numbers(), to += WIDTH) {
+        Lanes all[COUNT];
+#pragma GCC unroll 16
+        for (int i = 0; i < COUNT; i++) {
+            const int64_t p = i * LANES >> shift;
+            const Lanes code = Bytes::floats(load<Marks>(codes + i * LANES));
+            all[i] = fused(code, splat(known[p] * norm), splat(known[pieces + p] * norm));
+        }
+        turn(all);
+        const float *const cos = of.cos + (first + r) * HALF, *const sin = of.sin + (first + r) * HALF;
+#pragma GCC unroll 16
+        for (int i = 0; i < COUNT / 2; i++) {
+            rotate(all[i], all[i + COUNT / 2], load<Lanes>(cos + i * LANES), load<Lanes>(sin + i * LANES));
+            store(to + i * LANES, all[i]);
+            store(to + HALF + i * LANES, all[i + COUNT / 2]);
+        }
+    }
 }
 
 float dot(const float* a, const float* b, int64_t count) {
@@ -203,136 +159,153 @@ void graftwork::GroupedRows::read(int64_t first, int64_t count, float* to) const
 }
 
 void graftwork::GroupedRows::decode_group(int64_t first, int64_t count, float* to) const {
-    static thread_local std::vector<float> space, columns;
+    static thread_local Space<float> space;
+    static thread_local Space<uint8_t> unpacked;
     const int64_t pieces = shared(), all = numbers(), each = width / pieces, bytes = width * bits / 8;
-    space.resize(all + 2 * width);
-    float* const known = space.data();
-    float *const times = known + all, *const plus = times + width;
+    float* const times = space.of((by_channel ? 1 : count) * all + (2 + rank) * width + count * rank);
+    float *const plus = times + width, *const columns = plus + width;
+    float *const shares = columns + rank * width, *const known = shares + count * rank;
     int shift = 0;
     while (int64_t(1) << shift < each) shift++;
     const bool whole = int64_t(1) << shift == each && each % LANES == 0;
-    const uint8_t* const from = codes + first * bytes;
+    const uint8_t* const from = unpack(codes + first * bytes, bits, count, width, unpacked);
+    // What most caches are: all is done to a vector at once.
+    const bool halves = cos && !interleaved && 2 * angles == width && angles % LANES == 0 && !rank;
     if (by_channel) {
         widen(steps + first / group * all, all, known);
+        if (halves && !turned && outliers == 0)
+            return decode_channels<false>(*this, from, known, first, count, to);
+        if (halves && !turned && outliers == 1)
+            return decode_channels<true>(*this, from, known, first, count, to);
         for (int64_t r = 0; r < count; r++)
-            decode(bits, from + r * bytes, width, Each{known, known + width}, to + r * width);
-        for (int64_t n = 1; n <= outliers; n++)
-            for (int64_t d = 0; d < width; d++) {
-                const int64_t place = place_of(known[2 * n * width + d], group) - first % group;
-                if (place >= 0 && place < count)
-                    to[place * width + d] = known[(2 * n + 1) * width + d];
-            }
+            decode(from + r * width, width, Each{known, known + width}, to + r * width);
+        for (int64_t n = 1; n <= outliers; n++) {
+            const float *const said = known + 2 * n * width, *const instead = said + width;
+            each_place(said, width, group, first % group, count,
+                       [&](int64_t d, int64_t c) { to[c * width + d] = instead[d]; });
+        }
+    } else {
+        widen(steps + first * all, count * all, known);
+        const bool one = halves && whole && turned && outliers == 0;
+        if (one && width == 64)
+            return decode_turned<64 / LANES>(*this, from, known, shift, first, count, to);
+        if (one && width == 128)
+            return decode_turned<128 / LANES>(*this, from, known, shift, first, count, to);
     }
     for (int64_t r = 0; !by_channel && r < count; r++) {
         float* const own = to + r * width;
-        widen(steps + (first + r) * all, all, known);
+        const float* const said = known + r * all;
         if (whole) {
-            decode(bits, from + r * bytes, width, Shared{known, known + pieces, shift}, own);
+            decode(from + r * width, width, Shared{said, said + pieces, shift}, own);
         } else {
             for (int64_t p = 0; p < pieces; p++) {
-                std::fill_n(times + p * each, each, known[p]);
-                std::fill_n(plus + p * each, each, known[pieces + p]);
+                std::fill_n(times + p * each, each, said[p]);
+                std::fill_n(plus + p * each, each, said[pieces + p]);
             }
-            decode(bits, from + r * bytes, width, Each{times, plus}, own);
+            decode(from + r * width, width, Each{times, plus}, own);
         }
-        for (int64_t n = 1; n <= outliers; n++)
-            for (int64_t p = 0; p < pieces; p++) {
-                const int64_t place = place_of(known[2 * n * pieces + p], each);
-                if (place >= 0) own[p * each + place] = known[(2 * n + 1) * pieces + p];
-            }
+        for (int64_t n = 1; n <= outliers; n++) {
+            const float *const where = said + 2 * n * pieces, *const instead = where + pieces;
+            each_place(where, pieces, each, 0, each,
+                       [&](int64_t p, int64_t place) { own[p * each + place] = instead[p]; });
+        }
     }
     if (rank) {
-        columns.resize(rank * width);
-        widen(right + first / group * rank * width, rank * width, columns.data());
+        widen(right + first / group * rank * width, rank * width, columns);
+        widen(left + first * rank, count * rank, shares);
     }
     for (int64_t r = 0; r < count; r++) {
         float* const own = to + r * width;
         for (int64_t k = 0; k < rank; k++)
-            add_row(&columns[k * width], half_to_float(left[(first + r) * rank + k]), width, own);
+            add_row(columns + k * width, shares[r * rank + k], width, own);
         if (turned && cos) turn_by_hadamard(own, width);
         if (cos) rotate(*this, first + r, own);
     }
 }
 
-bool graftwork::GroupedRows::in_vectors() const {
-    bool found = false;
-    of_bits(bits, [&](auto kind) { found = decltype(kind)::in_vectors(width); });
-    return found;
+namespace {
+
+// Calls `work` for each of the gangs of so many queries.
+template <class Work>
+void each_gang(int64_t count, const Work& work) {
+    for (int64_t at = 0; at < count; at += graftwork::TOGETHER)
+        work(at, std::min(graftwork::TOGETHER, count - at));
 }
 
-// The code of a channel of a row, of whole vectors.
-float graftwork::GroupedRows::code(int64_t row, int64_t d) const {
-    const uint8_t* const from = codes + row * (width * bits / 8);
-    const int log = __builtin_ctzll(width);
-    const auto piece = [&](const uint8_t* bytes, int size, int places) {
-        const int64_t place = d >> (log - places);
-        return (bytes[d & ((int64_t(1) << (log - places)) - 1)] >> (size * place)) & ((1 << size) - 1);
-    };
-    if (bits == 8) return float(from[d]);
-    if (bits == 4) return float(piece(from, 4, 1));
-    const int low = piece(from, 2, 2);
-    return float(bits == 2 ? low : low | piece(from + width / 4, 1, 3) << 2);
-}
+}  // namespace
 
 bool graftwork::GroupedRows::multiply(
     const Query* queries, int64_t count, int64_t first, int64_t rows, float* scores,
     int64_t stride) const {
-    if (!by_channel || cos || !in_vectors() || rank > 16) return false;
-    if (group % LANES || stored % LANES) return false;
-    static thread_local std::vector<float> space;
-    const int64_t all = numbers(), end = first + rows;
-    space.resize(all + (TOGETHER + rank) * width + group * width);
-    float* const known = space.data();
-    float *const folded = known + all, *const columns = folded + TOGETHER * width;
-    float* const latest_rows = columns + rank * width;
-    Query asked[TOGETHER];
-    for (int64_t r = 0; r < count; r++) asked[r] = queries[r];
+    if (!by_channel || cos || rank > 16 || group % LANES || stored % LANES) return false;
+    static thread_local Space<float> space;
+    static thread_local Space<uint8_t> unpacked;
+    static thread_local Outliers apart;
+    const int64_t all = numbers(), end = (first + rows + LANES - 1) / LANES * LANES;
+    float* const latest_rows = space.of(all + (TOGETHER + rank + LANES) * width + 2 * rank * SOME);
+    float *const folded = latest_rows + LANES * width, *const known = folded + TOGETHER * width;
+    float* const columns = known + all;
+    float *const shares = columns + rank * width, *const said = shares + rank * SOME;
     for (int64_t row = first; row < std::min(end, stored);) {
-        const int64_t begin = row / group * group, until = std::min(begin + group, stored);
+        const int64_t begin = row / group * group;
+        const int64_t until = std::min({begin + group, row / SOME * SOME + SOME, stored, end});
+        const int64_t some = until - row;
+        const uint8_t* const bytes =
+            unpack(codes + row * (width * bits / 8), bits, some, width, unpacked);
+        const Rows own = {bytes, nullptr, width, 8};
         widen(steps + row / group * all, all, known);
-        float base[TOGETHER], along[TOGETHER][16] = {};
-        for (int64_t r = 0; r < count; r++) {
-            float* const own = folded + r * width;
-            for (int64_t d = 0; d < width; d += LANES)
-                store(own + d, load<Lanes>(queries[r].values + d) * load<Lanes>(known + d));
-            base[r] = dot(queries[r].values, known + width, width);
-            asked[r].values = own;
+        apart.clear();
+        for (int64_t n = 1; n <= outliers; n++) {
+            const float* const places = known + 2 * n * width;
+            apart.add(places, places + width, known, known + width, width, group, row - begin, some,
+                      [&](int64_t d, int64_t c) { return bytes[c * width + d]; });
         }
-        if (rank) widen(right + row / group * rank * width, rank * width, columns);
-        for (int64_t r = 0; r < count; r++)
-            for (int64_t k = 0; k < rank; k++)
-                along[r][k] = dot(queries[r].values, columns + k * width, width);
-        const int64_t from = row;
-        of_bits(bits, [&](auto kind) {
-            typedef decltype(kind) Kind;
-            const Rows own = {codes, nullptr, width, bits, nullptr};
-            for (; row < std::min(end, until); row += LANES)
-                by_rows(count, [&](auto rows_at_once, int64_t at) {
+        if (rank) {
+            widen(right + row / group * rank * width, rank * width, columns);
+            widen(left + row * rank, some * rank, said);
+            columns_of(said, some, rank, shares);
+        }
+        each_gang(count, [&](int64_t at, int64_t gang) {
+            Query asked[TOGETHER];
+            float base[TOGETHER], along[TOGETHER][16];
+            for (int64_t r = 0; r < gang; r++) {
+                const float* const query = queries[at + r].values;
+                for (int64_t d = 0; d < width; d += LANES) {
+                    const int64_t there = std::min<int64_t>(LANES, width - d);
+                    put(folded + r * width + d,
+                        load<Lanes>(query + d, there) * load<Lanes>(known + d, there), there);
+                }
+                asked[r].values = folded + r * width;
+                base[r] = dot(query, known + width, width);
+                for (int64_t k = 0; k < rank; k++)
+                    along[r][k] = dot(query, columns + k * width, width);
+            }
+            float* const to = scores + at * stride + row - first;
+            for (int64_t c = 0; c < some; c += LANES)
+                by_rows(gang, [&](auto rows_at_once, int64_t from) {
                     Lanes found[rows_at_once.value];
-                    products<Kind>(asked + at, own, row, stored - 1, found);
-                    for (int r = 0; r < rows_at_once.value; r++)
-                        store(scores + (at + r) * stride + row - first, found[r] + base[at + r]);
+                    products<Bytes>(asked + from, own, c, some - 1, found);
+                    for (int i = 0; i < rows_at_once.value; i++) {
+                        Lanes score = found[i] + base[from + i];
+                        for (int64_t k = 0; k < rank; k++)
+                            score = fused(
+                                splat(along[from + i][k]), load<Lanes>(shares + k * SOME + c), score);
+                        store(to + (from + i) * stride + c, score);
+                    }
                 });
+            for (int64_t r = 0; r < gang; r++)
+                for (int64_t n = 0; n < outliers; n++)
+                    for (int64_t d = 0; d < width; d++) {
+                        float& score = to[r * stride + apart.places[n * width + d]];
+                        score = std::fma(
+                            queries[at + r].values[d], apart.apart[n * width + d], score);
+                    }
         });
-        for (int64_t n = 1; n <= outliers; n++)
-            for (int64_t d = 0; d < width; d++) {
-                const int64_t c = begin + place_of(known[2 * n * width + d], group);
-                if (c < from || c >= row || c < begin) continue;
-                const float instead = known[(2 * n + 1) * width + d];
-                const float apart = instead - (code(c, d) * known[d] + known[width + d]);
-                for (int64_t r = 0; r < count; r++)
-                    scores[r * stride + c - first] += queries[r].values[d] * apart;
-            }
-        for (int64_t c = from; rank && c < row; c++)
-            for (int64_t k = 0; k < rank; k++) {
-                const float share = half_to_float(left[c * rank + k]);
-                for (int64_t r = 0; r < count; r++)
-                    scores[r * stride + c - first] += share * along[r][k];
-            }
+        row = until;
     }
     for (int64_t row = std::max(first, stored); row < end; row += LANES) {
         read(row, LANES, latest_rows);
-        const Rows own = {latest_rows, nullptr, width, 32, nullptr};
+        const Rows own = {latest_rows, nullptr, width, 32};
         by_rows(count, [&](auto rows_at_once, int64_t at) {
             Lanes found[rows_at_once.value];
             products<Floats>(queries + at, own, 0, LANES - 1, found);
@@ -368,66 +341,85 @@ bool graftwork::GroupedRows::weigh(
     const float* weights, int64_t stride, int64_t first, int64_t rows, const Query* queries,
     int64_t count) const {
     const int64_t pieces = shared(), all = numbers(), each = width / pieces, end = first + rows;
-    if (by_channel || cos || !in_vectors() || each % LANES || rank > 16) return false;
-    constexpr int64_t SOME = 64;
-    static thread_local std::vector<float> space;
-    space.resize(SOME * (all + TOGETHER + width) + TOGETHER * pieces + rank * width);
-    float* const known = space.data();
-    float *const own = known + SOME * all, *const base = own + SOME * TOGETHER;
-    float *const columns = base + TOGETHER * pieces, *const latest_rows = columns + rank * width;
-    std::fill_n(base, TOGETHER * pieces, 0.0f);
+    if (by_channel || cos || each % LANES || rank > 16 || (rank && group % LANES)) return false;
+    static thread_local Space<float> space;
+    static thread_local Space<uint8_t> unpacked;
+    static thread_local Outliers apart;
+    const int64_t most = std::max(all, rank);
+    float* const said = space.of(
+        SOME * (most + all + rank + TOGETHER + width) + count * pieces * LANES + rank * width);
+    float* const known = said + SOME * most;
+    float *const shares = known + SOME * all, *const own = shares + SOME * rank;
+    float *const latest_rows = own + SOME * TOGETHER, *const base = latest_rows + SOME * width;
+    float* const columns = base + count * pieces * LANES;
+    std::fill_n(base, count * pieces * LANES, 0.0f);
     int64_t row = first;
     while (row < std::min(end, stored)) {
-        // Not beyond a group's end: its rows share factors.
-        const int64_t within = std::min(SOME, group - row % group);
-        const int64_t some = std::min({within, stored - row, end - row});
-        widen(steps + row * all, some * all, known);
-        for (int64_t p = 0; p < pieces; p++) {
-            for (int64_t r = 0; r < count; r++) {
-                const float* const given = weights + r * stride + row - first;
-                float sum = base[r * pieces + p];
-                for (int64_t c = 0; c < some; c++) {
-                    own[r * SOME + c] = given[c] * known[c * all + p];
-                    sum = std::fma(given[c], known[c * all + pieces + p], sum);
-                }
-                base[r * pieces + p] = sum;
+        int64_t until = std::min({row / SOME * SOME + SOME, stored, end});
+        if (rank) until = std::min(until, row / group * group + group);
+        const int64_t some = until - row;
+        const uint8_t* const bytes =
+            unpack(codes + row * (width * bits / 8), bits, some, width, unpacked);
+        const Rows from = {bytes, nullptr, width, 8};
+        widen(steps + row * all, some * all, said);
+        columns_of(said, some, all, known);
+        apart.clear();
+        for (int64_t n = 1; n <= outliers; n++)
+            for (int64_t p = 0; p < pieces; p++) {
+                const float *const times = known + p * SOME, *const numbers = times + pieces * SOME;
+                const float* const places = times + 2 * n * pieces * SOME;
+                apart.add(places, places + pieces * SOME, times, numbers, some, each, 0, each,
+                          [&](int64_t c, int64_t place) { return bytes[c * width + p * each + place]; });
             }
-            of_bits(bits, [&](auto kind) {
-                typedef decltype(kind) Kind;
-                const Rows from = {codes + row * Kind::bytes(width), nullptr, width, bits, nullptr};
-                weigh_columns<Kind>(own, SOME, from, some, queries, count, p * each, (p + 1) * each);
-            });
-            for (int64_t n = 1; n <= outliers; n++)
-                for (int64_t c = 0; c < some; c++) {
-                    const float* const said = known + c * all;
-                    const int64_t place = place_of(said[2 * n * pieces + p], each);
-                    if (place < 0) continue;
-                    const int64_t d = p * each + place;
-                    const float instead = said[(2 * n + 1) * pieces + p];
-                    const float apart = instead - (code(row + c, d) * said[p] + said[pieces + p]);
-                    for (int64_t r = 0; r < count; r++)
-                        queries[r].out[d] += weights[r * stride + row - first + c] * apart;
-                }
+        if (rank) {
+            widen(right + row / group * rank * width, rank * width, columns);
+            widen(left + row * rank, some * rank, said);
+            columns_of(said, some, rank, shares);
         }
-        if (rank) widen(right + row / group * rank * width, rank * width, columns);
-        for (int64_t k = 0; k < rank; k++)
-            for (int64_t r = 0; r < count; r++) {
-                float share = 0;
-                for (int64_t c = 0; c < some; c++)
-                    share = std::fma(
-                        weights[r * stride + row - first + c],
-                        half_to_float(left[(row + c) * rank + k]), share);
-                add_row(columns + k * width, share, width, queries[r].out);
+        each_gang(count, [&](int64_t at, int64_t gang) {
+            const Query* const asked = queries + at;
+            const float* const given = weights + at * stride + row - first;
+            for (int64_t p = 0; p < pieces; p++) {
+                const float *const times = known + p * SOME, *const plus = times + pieces * SOME;
+                for (int64_t r = 0; r < gang; r++) {
+                    float* const so_far = base + ((at + r) * pieces + p) * LANES;
+                    Lanes sum = load<Lanes>(so_far);
+                    for (int64_t c = 0; c < some; c += LANES) {
+                        const Lanes weight = load<Lanes>(given + r * stride + c, some - c);
+                        store(own + r * SOME + c, weight * load<Lanes>(times + c));
+                        sum = fused(weight, load<Lanes>(plus + c), sum);
+                    }
+                    store(so_far, sum);
+                }
+                weigh_columns<Bytes>(own, SOME, from, some, asked, gang, p * each, (p + 1) * each);
             }
-        row += some;
+            for (int64_t r = 0; r < gang; r++)
+                for (int64_t n = 0; n < outliers * pieces; n++)
+                    for (int64_t c = 0; c < some; c++) {
+                        const int64_t place = apart.places[n * some + c];
+                        float& sum = asked[r].out[n % pieces * each + place];
+                        sum = std::fma(given[r * stride + c], apart.apart[n * some + c], sum);
+                    }
+            for (int64_t k = 0; k < rank; k++)
+                for (int64_t r = 0; r < gang; r++) {
+                    const float share = dot(given + r * stride, shares + k * SOME, some);
+                    add_row(columns + k * width, share, width, asked[r].out);
+                }
+        });
+        row = until;
     }
     for (int64_t r = 0; r < count; r++)
-        for (int64_t d = 0; d < width; d++) queries[r].out[d] += base[r * pieces + d / each];
-    for (; row < end; row += SOME) {
+        for (int64_t p = 0; p < pieces; p++) {
+            const Lanes sums[1] = {load<Lanes>(base + (r * pieces + p) * LANES)};
+            const float sum = add_up(sums)[0];
+            for (int64_t d = p * each; d < (p + 1) * each; d++) queries[r].out[d] += sum;
+        }
+    while (row < end) {
         const int64_t some = std::min(SOME, end - row);
         read(row, some, latest_rows);
-        const Rows from = {latest_rows, nullptr, width, 32, nullptr};
+        const Rows from = {latest_rows, nullptr, width, 32};
         weigh_columns<Floats>(weights + row - first, stride, from, some, queries, count, 0, width);
+        row += some;
     }
     return true;
 }

@@ -43,9 +43,6 @@ struct GroupedRows final : Source {
 private:
     // Rows of one group.
     void decode_group(int64_t first, int64_t count, float* to) const;
-    float code(int64_t row, int64_t d) const;
-    // Whether vectors of codes are vectors of bytes.
-    bool in_vectors() const;
 };
 
 }  // namespace graftwork

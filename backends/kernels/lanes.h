@@ -30,6 +30,20 @@ typedef int32_t Whole __attribute__((vector_size(4 * LANES)));
 typedef uint8_t Marks __attribute__((vector_size(LANES)));
 typedef uint8_t Half __attribute__((vector_size(LANES / 2)));
 
+// Memory for so many numbers, of any value, where vectors lie in lines of the processor's cache: stores
+// across two take twice the time.
+template <class T>
+class Space {
+    std::vector<T> all;
+
+public:
+    T* of(int64_t count) {
+        constexpr size_t line = 64, more = line / sizeof(T);
+        if (all.size() < size_t(count) + more) all.resize(count + more);
+        return all.data() + (-(uintptr_t)all.data() % line) / sizeof(T);
+    }
+};
+
 template <class V, class T>
 V load(const T* from) {
     V value;

@@ -131,9 +131,8 @@ float soften(float* scores, int64_t rows, const float* sink, float* weight) {
 // Weights [rows] of a query row from the first on, made those of values' whole numbers; what is to be
 // added to each sum of them.
 float fold_steps(float* weights, const Rows& values, int64_t first, int64_t rows) {
-    static thread_local std::vector<float> space;
-    space.resize((rows + LANES - 1) / LANES * LANES);
-    float* const products = space.data();
+    static thread_local Space<float> space;
+    float* const products = space.of((rows + LANES - 1) / LANES * LANES);
     Lanes most = {};
     for (int64_t c = 0; c < rows; c += LANES) {
         Lanes times, plus, weight = load<Lanes>(weights + c);
@@ -154,16 +153,16 @@ float fold_steps(float* weights, const Rows& values, int64_t first, int64_t rows
 
 // Rows as they lie in memory: those from the first on, which then is row 0.
 struct Lying {
-    std::vector<float> space;
+    Space<float> space;
 
     template <class Kind>
     Rows from(const Rows& rows, int64_t first, int64_t count) {
         const float* const steps = rows.steps ? rows.steps + 2 * first : nullptr;
         if (rows.places) return {rows.data, nullptr, rows.width, 32, nullptr, rows.places + first};
         if (!rows.source) return {row_of<Kind>(rows, first), steps, rows.width, rows.bits};
-        space.resize(count * rows.width);
-        rows.source->read(first, count, space.data());
-        return {space.data(), nullptr, rows.width, rows.bits};
+        float* const made = space.of(count * rows.width);
+        rows.source->read(first, count, made);
+        return {made, nullptr, rows.width, rows.bits};
     }
 };
 
@@ -183,7 +182,7 @@ void score_kind(
     static thread_local Lying lying;
     const Rows& keys = of.keys;
     const int64_t begin = span.begin, end = span.end, rows = span.rows();
-    float sums[TOGETHER] = {};
+    float sums[MANY] = {};
     for (int64_t row = 0; keys.steps && row < count; row++)
         sums[row] = sum_of(queries[row].values, keys.width);
     const auto finish = [&](int64_t row, int64_t c, Lanes score) {
@@ -227,15 +226,14 @@ void score_kind(
 // See `attend_rows`.
 template <class Kind>
 void attend_kind(const Attention& of, const Query* queries, int64_t count) {
-    static thread_local std::vector<float> space;
+    static thread_local Space<float> space;
     static thread_local Lying lying;
-    float added[TOGETHER] = {}, totals[TOGETHER];
+    float added[MANY] = {}, totals[MANY];
     const Rows& values = of.values;
     const Span span = span_of(of, queries, count);
     const int64_t begin = span.begin, rows = span.rows();
     const int64_t stride = (rows + LANES - 1) / LANES * LANES;
-    space.resize(count * stride);
-    float* const weights = space.data();
+    float* const weights = space.of(count * stride);
     score_kind<Kind>(of, queries, count, span, weights, stride);
     for (int64_t row = 0; row < count; row++) {
         const Query& query = queries[row];

@@ -10,12 +10,12 @@
 
 namespace graftwork {
 
-// Query rows that read keys and values together.
-constexpr int64_t TOGETHER = 8;
+// Query rows that read keys and values together; and those that share rows that are made for them.
+constexpr int64_t TOGETHER = 8, MANY = 64;
 
 struct Query;
 
-// Rows that are made when they are read.
+// Rows that are made when they are read, for up to MANY queries.
 struct Source {
     // Writes `count` rows from the first on.
     virtual void read(int64_t first, int64_t count, float* to) const = 0;
@@ -84,7 +84,7 @@ struct Span {
 // The rows that some query sees.
 Span span_of(const Attention& of, const Query* queries, int64_t count);
 
-// Scores [count, stride] of a span's rows for up to TOGETHER queries, filled up to whole vectors; those
+// Scores [count, stride] of a span's rows for up to MANY queries, filled up to whole vectors; those
 // of rows that a query does not see are -infinity.
 void score_rows(
     const Attention& of, const Query* queries, int64_t count, const Span& span, float* scores,
@@ -93,7 +93,7 @@ void score_rows(
 // The logarithm of the sum of scores' exponentials; of whole vectors.
 float log_sum(const float* scores, int64_t count);
 
-// The results of up to TOGETHER rows.
+// The results of up to MANY rows.
 void attend_rows(const Attention& of, const Query* queries, int64_t count);
 
 }  // namespace graftwork

@@ -1,22 +1,19 @@
 #include "stored_rows.h"
 
+#include "hadamard.h"
 #include "lanes.h"
 
 namespace {
 
-// Lanes a and b that are `apart` become a + b and a - b.
-template <int apart, int... lane>
-Lanes butterflies(Lanes x, std::integer_sequence<int, lane...>) {
-    const Lanes signs = {(lane & apart ? -1.0f : 1.0f)...};
-    return __builtin_shufflevector(x, x, (lane ^ apart)...) + x * signs;
-}
-
-template <int apart = 1>
-Lanes butterflies(Lanes x) {
-    if constexpr (apart < LANES)
-        return butterflies<2 * apart>(
-            butterflies<apart>(x, std::make_integer_sequence<int, LANES>()));
-    return x;
+// A row of so many vectors, which stay in registers.
+template <int COUNT>
+void turn_row(float* row, float norm) {
+    Lanes all[COUNT];
+#pragma GCC unroll 16
+    for (int i = 0; i < COUNT; i++) all[i] = load<Lanes>(row + i * LANES);
+    turn(all);
+#pragma GCC unroll 16
+    for (int i = 0; i < COUNT; i++) store(row + i * LANES, all[i] * norm);
 }
 
 // A number in 0..most for each lane, the nearest to x.
@@ -28,6 +25,8 @@ Lanes clipped(Lanes x, float most) {
 }  // namespace
 
 void graftwork::turn_by_hadamard(float* row, int64_t width) {
+    if (width == 64) return turn_row<64 / LANES>(row, 0.125f);
+    if (width == 128) return turn_row<128 / LANES>(row, 0.0883883476f);
     int64_t apart = 1;
     if (width % LANES == 0) {
         for (int64_t i = 0; i < width; i += LANES) store(row + i, butterflies(load<Lanes>(row + i)));

@@ -267,9 +267,11 @@ def native_attend_quantized(make: Maker) -> Case:
 
 
 def native_attend_grouped(make: Maker) -> Case:
-    draw, group, rows = make.random.choice, 8, 16
+    draw = make.random.choice
+    group, rows = draw(((8, 16), (16, 32), (32, 160)))
     bits, outliers, rank = draw((2, 3, 4, 8)), draw((0, 0, 1)), draw((0, 0, 2))
     batch, groups, width, wide = draw((1, 2)), draw((1, 2)), draw((8, 24, 64)), draw((8, 32))
+    width = width if width % min(group, width) == 0 else 32
     by, turned = (draw((True, False)), draw((True, False))), draw((True, False)) and width != 24
     how: dict[str, Any] = {"bits": bits, "group": group, "outliers": outliers}
     shape, tokens = (batch, groups, rows), make.size()
@@ -285,7 +287,10 @@ def native_attend_grouped(make: Maker) -> Case:
         factors |= zip((f"{name}_left", f"{name}_right"), made, strict=True)
     mask = torch.rand(batch, 1, tokens, rows, generator=make.generator) < 0.5
     mask[..., :1] = True
-    operands |= {"past": torch.tensor([draw((0, 7, 12)) for _ in range(batch)]), "mask": mask}
+    operands |= {
+        "past": torch.tensor([draw((0, 7, 12, rows - 4)) for _ in range(batch)]),
+        "mask": mask,
+    }
     operands |= {"bias": make.maybe(make.numbers(*q.shape[:3], rows)), "sinks": None, **factors}
     angle = torch.rand(1, rows, width // 2, generator=make.generator)
     rotates = draw((True, False))
