@@ -40,10 +40,23 @@ def train(
     window: Annotated[int, typer.Option(help="Tokens per window.")] = 512,
     passes: Annotated[int, typer.Option(help="Uses of a window, if --steps is given.")] = 4,
     rate: Annotated[
-        float | None, typer.Option(help="Peak learning rate (default: 1e-3, of layers 1e-4).")
+        float | None, typer.Option(help="Peak learning rate (default: 1e-3, of whole layers 1e-4).")
     ] = None,
     own: Annotated[float, typer.Option(help="Share of windows that the model continues.")] = 0.75,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    lora: Annotated[
+        int,
+        typer.Option(
+            help="Of layers: the rank of adapters that are trained instead, and merged.",
+            metavar="RANK",
+        ),
+    ] = 0,
+    lessons: Annotated[
+        Path | None,
+        typer.Option(
+            **TO_WRITE, help="Of layers: keep what the whole model says here, for other runs."
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option(help="Continue from the checkpoint in --out.")] = False,
 ) -> None:
     """Train a recipe's draft heads on what the model itself predicts; or, for one that leaves
@@ -66,9 +79,14 @@ def train(
     rates = {} if rate is None else {"rate": rate}
     if heals(chosen):
         require(data is not None, "healing layers takes --data: texts like those to be written")
-        options = {"minutes": minutes, "steps": steps, "batch": batch, "window": window}
-        _heal(model, chosen, data, folder, resume, {**options, **rates, "seed": seed})
+        options: dict[str, Any] = {"minutes": minutes, "steps": steps, "batch": batch}
+        options |= {**rates, "window": window, "seed": seed, "lora": lora, "lessons": lessons}
+        _heal(model, chosen, data, folder, resume, options)
         return
+    require(
+        not lora and lessons is None,
+        f"--lora and --lessons are for recipes that leave layers out, and {chosen.name} does not",
+    )
     with training_progress(err) as update, _interruptible(folder):
         made = optimize(
             model,

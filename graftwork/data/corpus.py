@@ -117,6 +117,24 @@ class Windows:
         return self.stream[starts + torch.arange(self.width)]
 
 
+class Tiles(Windows):
+    """Windows of documents side by side, each in one batch of an epoch: batches of a number of
+    windows are the same ones in every epoch, in another order. The last one may be smaller."""
+
+    def __call__(self, number: int, count: int) -> torch.Tensor:
+        """i64[N, width], N <= count, the same for the same number."""
+        tiles = len(self.stream) // self.width
+        batches = -(-tiles // count)
+        epoch, place = divmod(number, batches)
+        batch = int(self._order(batches, epoch + 1)[place])
+        chosen = self._order(tiles, 0)[batch * count : (batch + 1) * count]
+        return self.stream[chosen[:, None] * self.width + torch.arange(self.width)]
+
+    def _order(self, count: int, epoch: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.seed * 7_919 + epoch)
+        return torch.randperm(count, generator=generator)
+
+
 def own_text(
     generate: Callable[..., Any], prompts: torch.Tensor, width: int, temperature: float, seed: int
 ) -> torch.Tensor:

@@ -12,6 +12,9 @@ from ..ir import InputError
 
 MOST_SEED = 2**32 - 1
 
+SHORT = 0.1
+"""The share of a budget that warming up takes at most."""
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -42,9 +45,14 @@ class Budget:
 
 
 def rate_factor(share: float, step: int, warm: int, floor: float) -> float:
-    """Learning rate relative to its peak: linear warm-up over `warm` steps, times a cosine in the
-    `share` of the budget, 0..1, that falls to `floor`."""
-    rising = min(1.0, (step + 1) / warm)
+    """Learning rate relative to its peak: linear warm-up over `warm` steps, or over a tenth of the
+    budget if that is less, times a cosine in the `share` of the budget, 0..1, that falls to
+    `floor`.
+
+    >>> [round(rate_factor(share, 0, 50, 0.0), 3) for share in (0.0, 0.05, 0.5)]
+    [0.02, 0.497, 0.5]
+    """
+    rising = min(1.0, max((step + 1) / warm, share / SHORT))
     return rising * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(share, 1.0))))
 
 

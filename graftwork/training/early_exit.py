@@ -1,11 +1,12 @@
 """Training of a target for early exit (`layerskip`).
 
-Unlike `fit`, this changes the target's weights. The result is a new checkpoint folder, and the
-held-out loss at every depth before and after.
+Unlike `fit`, this changes the target's weights, or trains adapters that are merged into them. The
+result is a new checkpoint folder, and the held-out loss at every depth before and after.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import tempfile
@@ -24,9 +25,11 @@ from ..frontends.huggingface.model import load_model
 from ..ir import InputError, Program
 from ..ir.support.files import plain_path, writing
 from . import checkpoint
+from .adapters import Adapters, check_peft, check_weights
 from .budget import Budget, check_loss, rate_factor
 from .fit import FitState, Report
 from .layerskip import ExitTrainer, LayerSkip
+from .teacher_cache import FOLDER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,19 +49,21 @@ class ExitOptions(Budget):
     """Options of `train_exits`, besides the budget.
 
     batch: windows per step. window: tokens per window. rate: peak learning rate of AdamW, after a
-    warm-up, then along a cosine. decay: weight decay of matrices. clip: maximum norm of gradients.
-    save_every: steps between checkpoints. half: matrix products in bfloat16; weights stay float32.
-    device: cpu or cuda.
+    warm-up, then along a cosine; None: 1e-4, of adapters 1e-3. decay: weight decay of matrices.
+    clip: maximum norm of gradients. save_every: steps between checkpoints. half: matrix products in
+    bfloat16; weights stay float32. device: cpu or cuda. lora: the rank of adapters (see `adapters`)
+    that are trained in place of all weights, and merged into what is saved; 0: none.
     """
 
     batch: int = 4
     window: int = 256
-    rate: float = 1e-4
+    rate: float | None = None
     decay: float = 0.0
     clip: float = 1.0
     save_every: int = 100
     half: bool = False
     device: str = "cpu"
+    lora: int = 0
     positive = ("batch", "window", "rate", "clip", "save_every")
 
     def __post_init__(self) -> None:
@@ -67,6 +72,17 @@ class ExitOptions(Budget):
             raise InputError(f"decay={self.decay}: expected at least 0")
         if self.device != "cpu" and not (self.device == "cuda" and torch.cuda.is_available()):
             raise InputError(f"device={self.device}: expected cpu, or cuda where there is a GPU")
+        if isinstance(self.lora, bool) or not isinstance(self.lora, int) or self.lora < 0:
+            raise InputError(f"lora={self.lora!r}: expected a rank, such as 16, or 0 for none")
+        if self.lora:
+            check_peft()
+
+    @property
+    def peak(self) -> float:
+        """The learning rate."""
+        if self.rate is not None:
+            return self.rate
+        return 1e-3 if self.lora else 1e-4
 
 
 @dataclass(frozen=True)
@@ -106,7 +122,9 @@ def train_exits(
     """
     chosen, wanted = ExitOptions(**options), objective or LayerSkip()
 
-    def make(program: Program, names: set[str], device: torch.device) -> ExitTrainer:
+    def make(
+        program: Program, whole: Program, names: set[str], device: torch.device
+    ) -> ExitTrainer:
         return ExitTrainer(program, wanted, names, device)
 
     run = Training(model, data, plain_path("out", out), chosen, make, asdict(wanted))
@@ -114,18 +132,10 @@ def train_exits(
     return ExitsTrained(run.out, steps, before, after)
 
 
-def check_folder(model: Path) -> None:
-    """Errors: `InputError` for a file, whose weights cannot be trained."""
-    if not model.is_dir():
-        raise InputError(
-            f"{model}: expected a checkpoint folder as transformers writes it; weights of few "
-            f"bits, such as a .gguf's, cannot take small steps"
-        )
-
-
 class Training:
-    """A run that trains a transformers model's weights. make: the trainer of its program and the
-    names of its parameters. mark: what a resumed run must agree on."""
+    """A run that trains a transformers model's weights, or adapters in it. make: the trainer of the
+    program that is trained, beside the model's own, and the names of its parameters. mark: what a
+    resumed run must agree on. windows: how text is cut. A model in memory is changed."""
 
     def __init__(
         self,
@@ -133,31 +143,41 @@ class Training:
         data: Prompts | torch.Tensor,
         out: Path,
         options: ExitOptions,
-        make: Callable[[Program, set[str], torch.device], ExitTrainer],
+        make: Callable[[Program, Program, set[str], torch.device], ExitTrainer],
         mark: Mapping[str, Any],
+        windows: type[Windows] = Windows,
     ) -> None:
         self.out, self.options = out, options
         self.source: Path | None = None
         if isinstance(model, (str, Path)):
             self.source = plain_path("model", model)
-            check_folder(self.source)
+            check_weights(self.source)
             model = load_model(self.source)
+        check_weights(model)
         self.model: PreTrainedModel = model
         # The folder's program has its tokenizer.
-        program = import_model(self.source or self.model, dtype=torch.float32)
+        program = trained = import_model(self.source or self.model, dtype=torch.float32)
         names = {name for name, _ in self.model.named_parameters()}
-        self.trainer = make(program, names, torch.device(options.device))
+        self.adapters: Adapters | None = None
+        if options.lora:
+            # A model in memory does not get any.
+            own = self.model if self.source else copy.deepcopy(self.model)
+            self.adapters = Adapters(own, options.lora, options.seed)
+            trained = import_model(self.adapters.model, dtype=torch.float32)
+            names, mark = self.adapters.names, {**mark, "lora": options.lora}
+        self.trainer = make(trained, program, names, torch.device(options.device))
         if not self.trainer.net.trained:
             raise InputError(f"{program.name}: none of its weights are floats that can be trained")
         self.mark = {**mark, "layers": self.trainer.layers, "program": program.name}
         train, kept = split(read_corpus(data, program))
         width = min(options.window, program.info.context - 1) + 1
-        self.windows = Windows(train, width, options.seed)
+        self.windows = windows(train, width, options.seed)
         self.kept = Windows(kept, width, options.seed)(0, MEASURED)
 
     def run(self, resume: bool, progress: Report) -> tuple[list[float], list[float], int]:
         """Train, save and measure: the trainer's losses before and after, and the steps."""
-        if not resume and self.out.exists() and any(self.out.iterdir()):
+        others = (path for path in self._held() if path.name != FOLDER)
+        if not resume and any(others):
             raise InputError(f"{self.out} is not empty: choose another folder, or resume")
         optimizer = self._optimizer()
         state = self._restored(optimizer) if resume else checkpoint.Progress()
@@ -175,22 +195,26 @@ class Training:
         self._save(optimizer, state)
         return before, self.trainer.losses(self.kept), state.step
 
+    def _held(self) -> list[Path]:
+        """What the folder holds already."""
+        return list(self.out.iterdir()) if self.out.exists() else []
+
     def _optimizer(self) -> torch.optim.Optimizer:
         tensors = self.trainer.net.parameters
         groups = [
             {"params": [p for p in tensors if p.dim() > 1], "weight_decay": self.options.decay},
             {"params": [p for p in tensors if p.dim() <= 1], "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(groups, lr=self.options.rate, betas=(0.9, 0.95), fused=True)
+        return torch.optim.AdamW(groups, lr=self.options.peak, betas=(0.9, 0.95), fused=True)
 
     def _step(self, optimizer: torch.optim.Optimizer, step: int, share: float) -> float:
         for group in optimizer.param_groups:
-            group["lr"] = self.options.rate * rate_factor(share, step, WARM_UP, 0.02)
+            group["lr"] = self.options.peak * rate_factor(share, step, WARM_UP, 0.02)
         windows = self.windows(step, self.options.batch)
         with torch.autocast(self.trainer.device.type, torch.bfloat16, enabled=self.options.half):
             loss = self.trainer.loss(windows, step, share, self.options.seed).total
         value = float(loss.detach())
-        check_loss(value, step, self.out, self.options.rate)
+        check_loss(value, step, self.out, self.options.peak)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.trainer.net.parameters, self.options.clip)
@@ -212,11 +236,11 @@ class Training:
 
     def _save(self, optimizer: torch.optim.Optimizer, state: checkpoint.Progress) -> None:
         """Write the checkpoint folder and the training state, file by file atomically."""
-        self._put_back()
+        model = self._with_weights()
         with writing(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self.out, prefix=".part") as part:
-                self.model.save_pretrained(part)
+                model.save_pretrained(part)
                 for path in sorted(self.source.glob("tokenizer*")) if self.source else ():
                     shutil.copyfile(path, Path(part) / path.name)
                 for path in sorted(Path(part).iterdir()):
@@ -226,8 +250,12 @@ class Training:
         checkpoint.write(self.out / STATE, state, self.trainer.weights(), moments)
 
     @torch.no_grad()
-    def _put_back(self) -> None:
-        """Copy the trained weights into the model."""
+    def _with_weights(self) -> PreTrainedModel:
+        """The model with the trained weights."""
+        if self.adapters is not None:
+            merged: PreTrainedModel = self.adapters.merged(self.trainer.weights())
+            return merged
         held = dict(self.model.named_parameters())
         for name, tensor in self.trainer.weights().items():
             held[name].copy_(tensor)
+        return self.model

@@ -7,14 +7,17 @@ depth_decay). What a token leaves out changes its residual stream by nothing, as
     x[l+1] = x[l] + kept[t, l] f[l](x[l])        loss = mean over t of KL(teacher[t] || student[t])
 
 Where prompts run through all layers, a random part of each window does, 1 to half of its tokens,
-and the loss is that of the others. Papers fine-tune on text instead: Liu et al., "Accelerating
+and the loss is that of the others. What the teacher's logits follow from is computed once for each
+window, whichever layers are left out. Papers fine-tune on text instead: Liu et al., "Accelerating
 Inference in Large Language Models with a Unified Layer Skipping Strategy" (2024), a model for each
 speed-up; Del Corro et al., "SkipDecode" (2023).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ..data.corpus import Tiles, read_corpus, split
 from ..data.prompts import Prompts
 from ..ir import InputError, Program
 from ..ir.execution.analysis import blocks_of
@@ -30,10 +34,12 @@ from ..ir.support.files import plain_path
 from ..optimizing import trace
 from ..passes.depth.budget import DecayBudget, LinearBudget, chosen
 from ..recipe import Recipe
-from .early_exit import ExitOptions, Training, check_folder
+from .adapters import check_weights
+from .early_exit import ExitOptions, Training
 from .fit import FitState, Report
 from .layerskip import ExitTrainer, LayerSkip, Losses
 from .net import Net
+from .teacher_cache import FOLDER, Lessons, Teacher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -92,6 +98,7 @@ def heal(
     *,
     out: str | Path,
     resume: bool = False,
+    lessons: str | Path | None = None,
     progress: Report = lambda state: None,
     **options: Any,
 ) -> Healed:
@@ -101,12 +108,14 @@ def heal(
     model: a transformers model, or its folder, whose tokenizer is copied. recipe: that leaves
     layers out (skip_layers, unified_skipping, skipdecode, d3), as its options say; the folder is
     good for those options alone. data: see `read_corpus`; every tenth document is held out.
-    resume: continue from the state in `out`. options: `ExitOptions`; default rate: 1e-4. The folder
-    is complete after every checkpoint.
+    resume: continue from the state in `out`. lessons: a folder where what the whole model said is
+    kept for other runs on these texts; None: for this run, in `out`. options: `ExitOptions`;
+    lora=16 trains adapters of that rank and merges them. The folder is complete after every
+    checkpoint, and a model in memory stays as it is.
 
-    Errors: `InputError` for a recipe that leaves out no layer or that a text decides, bad options
-    or data, a folder with other contents, and a loss that is not finite (the last checkpoint is
-    kept).
+    Errors: `InputError` for a recipe that leaves out no layer or that a text decides, weights of
+    few bits, bad options or data, a folder with other contents, and a loss that is not finite (the
+    last checkpoint is kept).
     """
     wanted = replace(Recipe.load(recipe), knob=None)
     if not heals(wanted):
@@ -115,23 +124,47 @@ def heal(
             f"expected one with {', '.join(HEALED)}"
         )
     chosen_options = ExitOptions(**options)
-    if isinstance(model, (str, Path)):
-        check_folder(plain_path("model", model))
+    place = plain_path("out", out)
+    kept_in = None if lessons is None else plain_path("lessons", lessons)
+    check_weights(plain_path("model", model) if isinstance(model, (str, Path)) else model)
     progress(FitState("trace", 0.0))
-    kept, said, wanted = kept_layers(model, wanted)
+    whole = trace(model, target="eager")
+    texts = read_corpus(data, whole)
+    _check_length(texts, chosen_options.window, whole.info.context)
+    kept, said, wanted = kept_layers(model, wanted, whole)
 
-    def make(program: Program, names: set[str], device: torch.device) -> HealTrainer:
-        return HealTrainer(program, kept, names, device)
+    def make(
+        program: Program, whole: Program, names: set[str], device: torch.device
+    ) -> HealTrainer:
+        teacher = Teacher(Net(whole, [], device))
+        learnt = Lessons(kept_in or place / FOLDER, teacher, [chosen_options.half])
+        return HealTrainer(program, kept, names, device, learnt.logits)
 
-    run = Training(model, data, plain_path("out", out), chosen_options, make, {"heals": said})
+    if not isinstance(model, (str, Path)):
+        model = copy.deepcopy(model)  # the teacher's weights are its own
+    run = Training(model, texts, place, chosen_options, make, {"heals": said}, Tiles)
     before, after, steps = run.run(resume, progress)
+    if kept_in is None:
+        shutil.rmtree(place / FOLDER, ignore_errors=True)
     return Healed(run.out, steps, Held(*before), Held(*after), wanted)
 
 
-def kept_layers(model: Any, recipe: Recipe) -> tuple[Kept, str, Recipe]:
+def _check_length(texts: Sequence[list[int]], window: int, context: int) -> None:
+    """Errors: `InputError` for texts that do not fill a window."""
+    train, _ = split(texts)
+    tokens, width = sum(map(len, train)), min(window, context - 1) + 1
+    if tokens < width:
+        raise InputError(
+            f"data: {tokens} tokens are left to train on, a tenth being held out, and a window "
+            f"takes {width}: give more text, or a window of less (window={window})"
+        )
+
+
+def kept_layers(model: Any, recipe: Recipe, program: Program) -> tuple[Kept, str, Recipe]:
     """The layers that stay, in words, too; and the recipe, in which those that a text chose are
-    named: the healed model would miss others. Errors: `InputError` if all stay, or one in part."""
-    whole = sorted(blocks_of(trace(model, target="eager").step))
+    named: the healed model would miss others. program: the model's, as traced. Errors: `InputError`
+    if all stay, or one in part."""
+    whole = sorted(blocks_of(program.step))
     short = trace(model, recipe, target="eager")
     plan = short.plan
     if isinstance(plan.depth, (LinearBudget, DecayBudget)):
@@ -159,14 +192,19 @@ def kept_layers(model: Any, recipe: Recipe) -> tuple[Kept, str, Recipe]:
 
 
 class HealTrainer(ExitTrainer):
-    """See the module. parameters: names of trained weights."""
+    """See the module. parameters: names of trained weights. teacher: logits f[N,T,V] of tokens
+    i64[N,T]."""
 
     def __init__(
-        self, program: Program, kept: Kept, parameters: set[str], device: torch.device
+        self,
+        program: Program,
+        kept: Kept,
+        parameters: set[str],
+        device: torch.device,
+        teacher: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         super().__init__(program, LayerSkip(), parameters, device)
-        self.kept, self.program = kept, program
-        self.teacher = Net(program, [], device)
+        self.kept, self.teacher = kept, teacher
 
     def loss(self, tokens: torch.Tensor, step: int, share: float, seed: int) -> Losses:
         """The loss on windows of text i64[N,T]."""
@@ -199,7 +237,5 @@ class HealTrainer(ExitTrainer):
         behind = slice(max(prompt - 1, 0), None)
         made = self.net.outputs(self.head, ("logits",), {"hidden": state[:, behind]})["logits"]
         with torch.no_grad():
-            given = {"tokens": tokens.to(self.device)}
-            step = self.program.step.name
-            wanted = self.teacher.outputs(step, ("logits",), given)["logits"][:, behind]
+            wanted = self.teacher(tokens)[:, behind]
         return made.float().log_softmax(-1), wanted.float().log_softmax(-1)

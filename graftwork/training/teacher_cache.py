@@ -2,7 +2,7 @@
 
 The target's forward pass runs once per window. When a window is used again, only logits are
 computed, from the narrowest value that determines them. A file holds a few windows, which bounds
-memory.
+memory. `TeacherCache` prepares windows before training, `Lessons` keeps what training meets.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 import shutil
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,8 @@ from ..ir.execution.analysis import dominating_chain
 from ..ir.rewrite.subgraph import beyond
 from ..ir.support.scratch import replacing_file
 from .net import Net
+
+__all__ = ["CachedWindows", "Lessons", "Teacher", "TeacherCache"]
 
 FOLDER = "lessons"
 
@@ -174,3 +176,40 @@ class TeacherCache:
         """Delete the files."""
         self.open = partial(safe_open, framework="pt")
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Lessons:
+    """Activations of a teacher by the tokens that it read, one file a batch. Runs on the same
+    texts may share a folder; files of other teachers are written again. more: what else they
+    depend on."""
+
+    def __init__(self, folder: Path, teacher: Teacher, more: Sequence[object] = ()) -> None:
+        self.folder, self.teacher = folder, teacher
+        digest = hashlib.sha256(repr([teacher.kept, *more]).encode())
+        for name in sorted(teacher.step.weights):
+            # Some of each: training changes all of a weight, or nothing.
+            some = teacher.net.tensors[name].detach().flatten()[:256].float()
+            digest.update(some.cpu().numpy().tobytes())
+        self.mark = digest.hexdigest()
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The teacher's logits f[N,T,V] of tokens i64[N,T]."""
+        name = hashlib.sha256(tokens.cpu().contiguous().numpy().tobytes()).hexdigest()[:32]
+        path = self.folder / f"{name}.safetensors"
+        states = self._read(path)
+        if states is None:
+            states = {n: t.contiguous() for n, t in self.teacher.states(tokens).items()}
+            with replacing_file(path) as part:
+                save_file(states, part, metadata={"mark": self.mark})
+        device = self.teacher.net.device
+        return self.teacher.logits({name: state.to(device) for name, state in states.items()})
+
+    def _read(self, path: Path) -> dict[str, torch.Tensor] | None:
+        """What a file holds; None if there is none, or it is damaged or another teacher's."""
+        try:
+            with safe_open(path, "pt") as file:
+                if (file.metadata() or {}).get("mark") == self.mark:
+                    return {name: file.get_tensor(name) for name in self.teacher.kept}
+        except (OSError, SafetensorError):
+            pass
+        return None
