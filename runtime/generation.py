@@ -13,8 +13,8 @@ from ..ir import GraftworkWarning, Program
 from ..ir.execution.analysis import part_of
 from ..ir.execution.executable import Executable, Planned
 from ..ir.ops.parallel import agreed_seed
-from ..ir.plan import DecodePlan, Encoded, untrained
-from ..ir.plan.depth import ThresholdDepth
+from ..ir.plan import DecodePlan, Encoded, Record, untrained
+from ..ir.plan.depth import DepthRecord, ThresholdDepth
 from .asking.request import Request, filled, read_request
 from .asking.speech import listens, to_hear
 from .cache.conversations import Conversations
@@ -132,6 +132,13 @@ def _seeded(options: Mapping[str, Any], program: Program) -> Mapping[str, Any]:
     return options if parts == 1 or chosen else {**options, "seed": agreed_seed()}
 
 
+def _without(record: Record) -> str:
+    """What a record does while it is untrained."""
+    if isinstance(record, DepthRecord):
+        return "until they do, all tokens run through all layers"
+    return "using them costs more than it brings"
+
+
 def _remark(plan: DecodePlan, request: Request) -> None:
     """Warn of untrained weights, and of texts longer than what may leave early."""
     depth, most = plan.depth, max(text.limit - text.prompt for text in request.texts)
@@ -155,9 +162,9 @@ def _remark(plan: DecodePlan, request: Request) -> None:
     asked = (plan.draft, plan.length, plan.verify) if plan.speculates else ()
     for record in untrained((*asked, plan.depth)):
         warnings.warn(
-            f"{record.slot}={record.kind} is untrained: its weights know nothing, and using them "
-            f"costs more than it brings; train them (graftwork train, or graftwork.fit) and set "
-            f"the pass's option weights",
+            f"{record.slot}={record.kind} is untrained: its weights know nothing, and "
+            f"{_without(record)}; train them (graftwork train, or graftwork.fit) and set the "
+            f"pass's option weights",
             GraftworkWarning,
             stacklevel=2,
         )

@@ -18,7 +18,7 @@ from .asking.input_ids import check_ids
 from .asking.text import Text
 from .cache.base import CACHES
 from .cache.conversations import Conversations
-from .depth.base import DEPTHS, StepFeed
+from .depth.base import StepFeed, policy_of
 from .feeding.draft import UnverifiedStep
 from .feeding.feed import Feeder
 
@@ -55,7 +55,7 @@ def score(executable: Executable, input_ids: torch.Tensor, prompt: int = 1) -> t
         raise InputError(f"prompt: expected a number of tokens in 1..{length}, got {prompt!r}")
     with executable.turn:
         Conversations.of(executable).clear_buffers(executable)
-        alone = ids.split(1) if program.plan.depth.stops else (ids,)
+        alone = ids.split(1) if program.plan.depth.acts else (ids,)
         return torch.cat([_Scoring(executable, some, prompt).logits() for some in alone])
 
 
@@ -73,7 +73,7 @@ class _Scoring:
         self.reader = self.feeder if read == step else Feeder(executable, batch, read)
         self.ahead = Feeder(executable, batch, plan.step.ahead) if plan.step.ahead else None
         self.cache = CACHES.find(plan.cache)(plan.cache, executable)
-        self.depth = DEPTHS.find(plan.depth)(plan.depth, executable)
+        self.depth = policy_of(executable)
         self.depth.learns = False
         most = self.cache.most
         self.feeder.begin(length if most is None else min(length, most), 0)
@@ -88,7 +88,7 @@ class _Scoring:
             self.pieces(self.ahead, 0, self.prompt - 1, ())
         known = 0 if self.ahead is None else self.prompt - 1
         parts = self.pieces(self.reader, known, self.prompt)
-        if self.depth.record.stops:
+        if self.depth.record.acts:
             parts += [self.step(place) for place in range(self.prompt, self.length)]
         else:
             parts += self.pieces(self.feeder, self.prompt, self.length)

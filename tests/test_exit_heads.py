@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from exits import acting
 from test_training import TEXT
 from tiny import PROMPTS, tiny_llama
 
@@ -20,6 +21,7 @@ from graftwork.model import Model
 from graftwork.passes.engine.manager import run_passes
 from graftwork.recipe import Recipe
 from graftwork.runtime import generate
+from graftwork.runtime.scoring import score
 from graftwork.training import Fitted, fit
 
 EAGER = Target("eager", "cpu")
@@ -28,7 +30,8 @@ ASKED: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": []}
 
 
 def model(recipe: str, *settings: str) -> Model:
-    chosen = Recipe.load(recipe).with_options(["cut_depth.every=1", *settings])
+    cuts = () if recipe == "baseline" else ("cut_depth.every=1",)
+    chosen = Recipe.load(recipe).with_options([*cuts, *settings])
     program, _ = run_passes(tiny_llama(4), chosen.steps)
     return Model(program, EAGER, chosen.as_dict())
 
@@ -59,7 +62,7 @@ def test_untrained_heads_say_what_the_targets_own_says(backend: str) -> None:
         ("calm", "depth_confident.measure=margin"),
         ("self_supervised_exits",),
     ):
-        executable = compile(model(recipe, *settings).program, Target(backend, "cpu"))
+        executable = compile(acting(model(recipe, *settings).program), Target(backend, "cpu"))
         made = generate(at(executable, 0.05), ALONE, return_dict_in_generate=True, **ASKED)
         assert made.stats.layers < 4
         texts.append((made.sequences.tolist(), made.stats.layers))
@@ -102,6 +105,23 @@ def hits(program: Program) -> list[float]:
     return found
 
 
-def test_what_nobody_trained_is_told() -> None:
-    with pytest.warns(GraftworkWarning, match="depth=heads is untrained"):
-        generate(compile(model("self_supervised_exits").program, EAGER), ALONE, **ASKED)
+@pytest.mark.parametrize("recipe", ["self_supervised_exits", "mixture_of_depths"])
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+def test_what_nobody_trained_runs_all_layers_and_says_so(recipe: str, backend: str) -> None:
+    made = compile(at_any(model(recipe).program), Target(backend, "cpu"))
+    plain = compile(model("baseline").program, Target(backend, "cpu"))
+    with pytest.warns(GraftworkWarning, match="is untrained.* run through all layers"):
+        found = generate(made, ALONE, return_dict_in_generate=True, **ASKED)
+    assert torch.equal(found.sequences, generate(plain, ALONE, **ASKED))
+    assert found.stats.layers == found.stats.target_layers == 4
+    ids = found.sequences
+    torch.testing.assert_close(score(made, ids, 1), score(plain, ids, 1), atol=1e-4, rtol=1e-3)
+    acted = Planned(made, acting(made.program).plan)
+    assert generate(acted, ALONE, return_dict_in_generate=True, **ASKED).stats.layers < 4
+
+
+def at_any(program: Program) -> Program:
+    """A program whose exits are sure of anything, and whose routers of nothing."""
+    depth: Any = program.plan.depth
+    changed = dataclasses.replace(depth, threshold=0.001 if depth.kind == "heads" else 0.999)
+    return program.replace(plan=dataclasses.replace(program.plan, depth=changed))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from exits import acting
 from selection import one_in
 from tiny import tiny_llama
 
@@ -32,7 +33,7 @@ def model(recipe: str = "calm", *settings: str) -> Model:
     by = ("depth_confident.measure=margin",) if recipe == "calm" else ()
     chosen = Recipe.load(recipe).with_options((*by, *settings))
     program, _ = run_passes(tiny_llama(4), chosen.steps)
-    return Model(program, Target(threads=1), chosen.as_dict())
+    return Model(acting(program), Target(threads=1), chosen.as_dict())
 
 
 def test_p_values_by_hand() -> None:
@@ -151,6 +152,10 @@ def test_others_keep_to_their_length_too(recipe: str) -> None:
 
 
 def test_promises_that_cannot_be_made_are_refused() -> None:
+    chosen = Recipe.load("self_supervised_exits")
+    program, _ = run_passes(tiny_llama(4), chosen.steps)
+    with pytest.raises(InputError, match="depth=heads is untrained, and nothing leaves early"):
+        calibrate_exits(Model(program, Target(), chosen.as_dict()), PROMPTS, tolerance=0.1)
     with pytest.raises(
         InputError, match=r"leave 36 to calibrate on.*needs at least 59.*79 prompts"
     ):

@@ -17,6 +17,7 @@ from graftwork.ir import InputError, PassError, Weight, WeightStore
 from graftwork.passes.depth.skip_layers import SkipLayers
 from graftwork.passes.engine.evidence import Evidence, WorkFolder
 from graftwork.recipe import Recipe
+from graftwork.report import Cost
 from graftwork.tracing import kept_programs
 
 DEMO = str(demo_folder())
@@ -31,7 +32,7 @@ RECIPE = {
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knobs, "pace_of", lambda made, plain: 1.5)
+    monkeypatch.setattr(knobs, "pace_of", lambda made, plain, rounds=3: 1.5)
 
 
 def speedup(model: gw.Model) -> float:
@@ -130,11 +131,39 @@ def test_tolerances_and_slow_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (0.0, -1.0, float("nan"), True):
         with pytest.raises(InputError, match="expected a share above 0"):
             gw.optimize(DEMO, RECIPE, tolerance=wrong)
-    monkeypatch.setattr(knobs, "pace_of", lambda made, plain: 0.8)
+    monkeypatch.setattr(knobs, "pace_of", lambda made, plain, rounds=3: 0.8)
     with pytest.raises(InputError, match=r"at 0.80 times the model's own speed .* strict=True"):
         gw.optimize(DEMO, "copyspec", target=TARGET, strict=True)
-    made, _ = tried(RECIPE, tolerance=90.0)
-    assert made.report is not None and "makes this model slower" in str(made.report)
+
+
+def test_what_saves_no_time_is_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look that says so once may be noise; who sets the option has decided."""
+    recipe = {**RECIPE, "knob": {"skip_layers.speedup": SPEEDUPS[2:]}}
+    cost = Cost(text="a text", tokens=9, divergence=1.0, ratio=1.2, error=0.01, agreement=0.5)
+    dear = cost.model_copy(update={"ratio": 7.0})
+
+    def told(made: gw.Model, *given: object, **options: object) -> Cost:
+        return dear if speedup(made) == SPEEDUPS[2] else cost
+
+    monkeypatch.setattr(knobs, "cost_of", told)
+    paces = {3: 0.7, 6: 0.8}
+    monkeypatch.setattr(knobs, "pace_of", lambda made, plain, rounds=3: paces[rounds])
+    with pytest.raises(InputError, match="makes this model slower") as told_slow:
+        tried(recipe, tolerance=0.3)
+    said = str(told_slow.value)
+    assert "skip_layers.speedup=1.15" in said and "at 0.80 times" in said
+    assert "speedup=1.3 already has 7.000" in said and "tolerance=6.01" in said
+    with pytest.raises(InputError, match="no value of it costs this text more"):
+        tried(recipe, tolerance=90.0)
+    with pytest.raises(InputError, match=r"speedup=1.15, the least .* 1.200 .* 1.1 is tolerated"):
+        tried(recipe, tolerance=0.1)
+    with pytest.raises(InputError, match=r"9 tokens are too few to decide on .* give 256 at least"):
+        tried(recipe, data=[[1] * 9])
+    paces[6] = 1.01
+    made, _ = tried(recipe, tolerance=0.3)
+    assert made.report is not None and made.report.cost is not None
+    assert made.report.cost.speed == 1.01
+    assert speedup(tried(Recipe.load(recipe).turned(1.3))[0]) == 1.3
 
 
 @pytest.mark.long

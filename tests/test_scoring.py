@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from every_recipe import NAMES, program_of
+from exits import acting
 from selection import rarely
 from test_pairs import ASKED
 from tiny import MASK, PROMPTS, cached_llama, drafting_llama, tiny_llama
@@ -109,7 +110,7 @@ APPROXIMATE = [r.name for r in gw.recipes() if r.contract == "approximate" and r
 def test_scores_are_those_of_the_path_that_generates(name: str, tmp_path: Path) -> None:
     """Of every approximate recipe: how deep tokens run, what caches lose, how they are read."""
     program = program_of(name, tmp_path)
-    early = replace(program.plan.depth, **EARLY.get(name, {}))
+    early = replace(acting(program).plan.depth, **EARLY.get(name, {}))
     executable = compile(program, Target("eager", "cpu"))
     fast = Planned(executable, replace(plain_plan(program.plan), depth=early))
     left = []
@@ -117,7 +118,7 @@ def test_scores_are_those_of_the_path_that_generates(name: str, tmp_path: Path) 
         ids = row[None, mask.bool()]
         count = ids.shape[1]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", GraftworkWarning)  # routers and exits are untrained
+            warnings.simplefilter("ignore", GraftworkWarning)  # what judges drafts is untrained
             made = generate(fast, ids, return_dict_in_generate=True, **ASKED)
         scored = score(fast, made.sequences, prompt=count)
         assert scored.shape == (1, count + 40, 32) and not scored[:, count - 1 :].isnan().any()

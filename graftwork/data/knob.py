@@ -3,7 +3,8 @@
 Which layers, thresholds or budgets keep a model's text differs from model to model: what costs a
 model that was trained for it nothing makes another write garbage. So recipes that leave work out
 say which option decides how much, and `turned` takes the most that costs a text no more than is
-tolerated, or refuses and says what the least would cost.
+tolerated, or refuses and says what the least would cost. It refuses, too, where that much saves no
+time: asking whether layers may be left out has a price, and values that cost a text less save less.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..recipe import Recipe
 from ..report import Choice, Cost
 from ..runtime.asking.keywords import GenerateOptions
 from .corpus import SAMPLE, read_corpus
-from .cost import Predicting, cost_of
+from .cost import AT_ONCE, Predicting, cost_of
 from .prompts import Prompts
 
 
@@ -43,6 +44,8 @@ READ = TextSample(4, 256)
 """What each value is measured on, """
 SINGLY = TextSample(1, 320)
 """and where a text is run token by token, because each may stop at another layer."""
+SHORTEST = 4 * AT_ONCE
+"""Tokens of a text that may decide, at least: what it costs has a standard error by its parts."""
 PROMPT, TOKENS, ROUNDS = 64, 24, 3
 """Of the text that is written to tell the speed, and how often."""
 SLOWER = 0.97
@@ -61,14 +64,22 @@ def turned(
     standard error, is at most 1 + tolerance of the model's. Values behind one that is good enough
     are taken to be so as well, so few are tried. Returns what was chosen, too.
 
-    text: None: the bundled one. Errors: `InputError` if none is; those of the passes where the last
+    text: None: the bundled one. Errors: `InputError` if none is, or if it decodes more slowly than
+    the model, and for a text of less than `SHORTEST` tokens; those of the passes where the last
     value cannot be made.
     """
     knob = recipe.knob
     assert knob is not None
+    if text is not None:
+        tokens = sum(map(len, read_corpus(text, plain.program)))
+        if tokens < SHORTEST:
+            raise InputError(
+                f"data: {tokens} tokens are too few to decide on {knob.option}: give {SHORTEST} at "
+                f"least, of texts like those to be written, or leave data out for a bundled text"
+            )
     low, high = 0, len(knob.values)
     found: tuple[M, Any, Cost] | None = None
-    least: Cost | None = None
+    least: tuple[Any, Cost] | None = None
     while low < high:
         middle = (low + high) // 2
         value = knob.values[middle]
@@ -80,27 +91,50 @@ def turned(
                 raise
             low = middle + 1  # fewer layers than the model can do with
             continue
-        read = SINGLY if made.program.plan.depth.stops else READ
+        read = SINGLY if made.program.plan.depth.acts else READ
         cost = cost_of(made, plain, text, sample=read)
         if cost.ratio + cost.error <= 1 + tolerance:
             found, high = (made, value, cost), middle
         else:
-            low, least = middle + 1, cost
+            low, least = middle + 1, (value, cost)
     if found is None:
         assert least is not None
+        value, cost = least
         raise InputError(
             f"recipe {recipe.name!r} leaves out more than this model can do without: on "
-            f"{least.text}, {knob.option}={knob.values[-1]}, the least of its values, has "
-            f"{least.ratio:.3f} +- {least.error:.3f} of the model's perplexity, and "
-            f"{1 + tolerance:g} is tolerated. Heal the model (graftwork train), tolerate more "
-            f"(tolerance={least.ratio + least.error - 1:.2f}), or set {knob.option} yourself"
+            f"{cost.text}, {knob.option}={value}, the least of its values, has "
+            f"{_said(cost)} of the model's perplexity, and {1 + tolerance:g} is tolerated. "
+            f"{_remedies(knob.option, cost)}"
         )
     made, value, cost = found
     speed = pace_of(made, plain)
-    note = f"{knob.option}={value} keeps {tolerance:g}"
+    if speed < SLOWER:  # once more: a refusal must not be noise
+        speed = max(speed, pace_of(made, plain, 2 * ROUNDS))
     if speed < SLOWER:
-        note += ", and makes this model slower: take it as it is"
+        more = "no value of it costs this text more"
+        if least is not None:
+            more = f"{knob.option}={least[0]} already has {_said(least[1])}"
+        raise InputError(
+            f"recipe {recipe.name!r} makes this model slower: {knob.option}={value}, which leaves "
+            f"out the most of what {cost.text} can do without ({_said(cost)} of the model's "
+            f"perplexity, {1 + tolerance:g} is tolerated), decodes at {speed:.2f} times the "
+            f"model's own speed, and {more}. {_remedies(knob.option, least and least[1])}"
+        )
+    note = f"{knob.option}={value} keeps {tolerance:g}"
     return made, Choice(value=value, cost=cost.model_copy(update={"speed": speed}), note=note)
+
+
+def _said(cost: Cost) -> str:
+    return f"{cost.ratio:.3f} +- {cost.error:.3f}"
+
+
+def _remedies(option: str, cost: Cost | None) -> str:
+    """What to do; cost: of the value that would come next."""
+    more = "" if cost is None else f"tolerate more (tolerance={cost.ratio + cost.error - 1:.2f}), "
+    return (
+        f"Train the model for it (graftwork.heal, or graftwork.train_exits for early exits), "
+        f"{more}or set {option} yourself"
+    )
 
 
 def check_tolerance(recipe: Recipe, tolerance: float | None) -> None:
@@ -127,8 +161,8 @@ def check_pace(made: Decoding, plain: Decoding, *, strict: bool) -> float:
     return speed
 
 
-def pace_of(made: Decoding, plain: Decoding) -> float:
-    """Tokens a second of decoding over the model's own, in turns: the median of `ROUNDS`."""
+def pace_of(made: Decoding, plain: Decoding, rounds: int = ROUNDS) -> float:
+    """Tokens a second of decoding over the model's own, in turns: the median of some rounds."""
     prompt = [token % made.program.info.vocab_size for token in range(1, PROMPT + 1)]
     if "tokenizer.json" in made.program.assets:
         (document, *_) = read_corpus(SAMPLE, made.program)
@@ -137,7 +171,7 @@ def pace_of(made: Decoding, plain: Decoding) -> float:
     asked: dict[str, Any] = {"max_new_tokens": min(TOKENS, most), "do_sample": False}
     asked["eos_token_id"] = []
     rates: list[float] = []
-    for place in range(ROUNDS + 1):
+    for place in range(rounds + 1):
         pair: list[float] = []
         for model in (made, plain):
             model.forget()

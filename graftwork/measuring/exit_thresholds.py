@@ -163,6 +163,11 @@ def _checked(
             f"depth={depth.brief} has no threshold to find: give a model of a recipe whose tokens "
             f"leave early, such as calm or free"
         )
+    if not depth.acts:
+        raise InputError(
+            f"depth={depth.kind} is untrained, and nothing leaves early until it is: train its "
+            f"heads first (graftwork train, or graftwork.fit) and set the pass's option weights"
+        )
     prompts = read_prompts(data, model.program)
     return depth, prompts, check_promise(len(prompts), tolerance, confidence, tokens, held_out)
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import Record, record
+from .base import Record, record, untrained
 from .bounds import Amount, Place, Share
 from .contract import Contract
 
@@ -29,6 +29,12 @@ class DepthRecord(Record):
     stops: ClassVar[bool] = True
     parted: ClassVar[bool] = True
     halves: ClassVar[bool] = False
+
+    @property
+    def acts(self) -> bool:
+        """Whether it stops any token as it stands. What is untrained knows nothing, so every token
+        runs through every layer until somebody trains it."""
+        return self.stops and not untrained([self])
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -46,4 +46,13 @@ class DepthPolicy(Resumes):
 DEPTHS: Registry[DepthPolicy] = Registry(__package__)
 DEPTHS.register(FullDepth)(DepthPolicy)
 
-__all__ = ["DEPTHS", "DepthPolicy", "StepFeed"]
+
+def policy_of(executable: Executable) -> DepthPolicy:
+    """What carries out a plan's depth record: all layers while it is untrained. Errors:
+    `UnsupportedError`."""
+    record = executable.program.plan.depth
+    found = DEPTHS.find(record)
+    return found(record, executable) if record.acts else DepthPolicy(record, executable)
+
+
+__all__ = ["DEPTHS", "DepthPolicy", "StepFeed", "policy_of"]

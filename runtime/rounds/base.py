@@ -20,7 +20,7 @@ from ..asking.stopping import Stopping
 from ..cache.base import CACHES
 from ..cache.conversations import Conversations, Start, memo_of
 from ..cache.taking_over import take_over
-from ..depth.base import DEPTHS
+from ..depth.base import policy_of
 from ..feeding.draft import NO_DRAFT, Draft, UnverifiedStep, VerifiedStep
 from ..feeding.encode import encode, place, place_rows
 from ..feeding.feed import Feeder
@@ -63,7 +63,7 @@ class Decoding:
         plan, batch = program.plan, len(request.texts)
         self.program, self.texts, self.stopping = program, request.texts, request.stopping
         self.own = request.own
-        self.depth = DEPTHS.find(plan.depth)(plan.depth, executable)
+        self.depth = policy_of(executable)
         self.cache = CACHES.find(plan.cache)(plan.cache, executable)
         self.length = LENGTHS.find(plan.length)(plan.length, executable, batch)
         fed, read = plan.step.fed(options.by_argmax), plan.step.read(options.by_argmax)
@@ -115,7 +115,7 @@ class Decoding:
     def reads_as_it_steps(self) -> bool:
         """Whether prompts and steps run alike, so that a token's rows do not depend on which."""
         alike = self.reader is self.feeder and self.ahead is None
-        return alike and not self.program.plan.depth.stops
+        return alike and not self.program.plan.depth.acts
 
     @property
     def argmax_decides(self) -> bool:

@@ -23,7 +23,7 @@ class StagedRound(GeneralRound):
 
     @classmethod
     def fits(cls, decoding: Decoding) -> bool:
-        return decoding.program.plan.depth.stops
+        return decoding.program.plan.depth.acts
 
     def wants(self) -> int | None:
         room = self.decoding.room() if self.alone else 1

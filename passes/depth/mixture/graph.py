@@ -24,7 +24,7 @@ et al., "p-MoD: Building Mixture-of-Depths MLLMs via Progressive Ratio Decay", 2
 decoding nobody knows the scores of tokens to come, so a token runs through the layer where its
 score says with more than `threshold` that it would be among them: routers learn that, too. A token
 that passes by leaves the layer keys and values of the state that it passes with, so no cache row is
-ever lacking. Routers that nobody trained send every token through. Runs right after `cut_depth`.
+ever lacking. Until somebody trains the routers, nothing asks them. Runs right after `cut_depth`.
 Refuses steps that are not cut behind each layer, and models without a layer to route.
 """
 
