@@ -90,7 +90,7 @@ def _lores(executable: Executable) -> dict[str, Lore]:
     if not found:
         raise InputError(
             f"draft={executable.program.plan.draft.brief} learns nothing of texts that could be "
-            f"kept: recipes that do are recycling, ngram_cache and ngram_mod"
+            f"kept: recipes that do are recycling, ngram_cache, ngram_mod and aded"
         )
     return found
 

@@ -250,7 +250,7 @@ def _checked(memo: Memo, longest: int, vocabulary: int) -> tuple[Any, Any, Any]:
     return grams.tolist(), tokens.tolist(), counts.tolist()
 
 
-def _static(executable: Executable, weight: str | None) -> CorpusCounts | None:
+def static_counts(executable: Executable, weight: str | None) -> CorpusCounts | None:
     """The static cache, made at first use and kept with the executable."""
     if weight is None:
         return None
@@ -274,7 +274,7 @@ class NgramCacheDrafter(ChainDrafter):
 
     def __init__(self, record: NgramCacheDraft, setting: Setting) -> None:
         super().__init__(record, setting)
-        self.static = _static(self.executable, record.weight)
+        self.static = static_counts(self.executable, record.weight)
         self.dynamic: Dynamic = lore_of(self.executable, NgramCacheDrafter, record)
         self.levels, self.longest = record.tokens, len(record.lax)
 
