@@ -19,12 +19,15 @@ class Level:
     tokens: i64[B,M,K], -1 where there is none. scores: f32[B,M,K], log probabilities (an order at
     least). logits: f32[B,M,V] if the proposer has whole distributions. odds: f32[B,M], the log odds
     that the target accepts each of the M nodes, those above it being accepted, if it knows them.
+    warped: whether logits are log probabilities of what is to be sampled from, after the user's
+    temperature and filters.
     """
 
     tokens: Ids
     scores: Scores
     logits: Scores | None = None
     odds: Scores | None = None
+    warped: bool = False
 
 
 def repeated(level: Level, parents: Ids) -> Level:

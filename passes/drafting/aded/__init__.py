@@ -233,7 +233,7 @@ class Search:
         return children
 
     def _chosen(self, node: _Node) -> _Node:
-        children, c1, c2 = node.children or (), self.record.c1, self.record.c2
+        children, c1, c2 = node.children or [], self.record.c1, self.record.c2
         factor = (c1 + log((node.visits + c2 + 1) / c2)) * sqrt(node.visits)
         best, found = -1.0, children[0]
         for child in children:

@@ -6,12 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ...asking.options import GenerationOptions
 from ...feeding.draft import Draft
 from ...registry import Registry
 from ..lengths.base import LengthPolicy
 from ..level import Level
 from ..proposers.base import Proposer
+from ..sampling import Chances, warp
 
 PLAIN = GenerationOptions()
 """Options of a call that asks for nothing."""
@@ -49,6 +52,13 @@ def goes_deeper(length: LengthPolicy, level: Level, depth: int, depths: list[int
         for index, more in enumerate(going.tolist()):
             depths[index] = depths[index] if more else min(depths[index], depth)
     return max(depths) > depth
+
+
+def chances_of(level: Level, rows: Any, options: GenerationOptions) -> Chances:
+    """What to sample from after some nodes of a level, which has logits. rows: their index."""
+    assert level.logits is not None
+    scores = torch.from_numpy(level.logits[rows]).float()
+    return Chances(scores.softmax(-1).numpy(), None) if level.warped else warp(scores, options)
 
 
 def chosen(tokens: Sequence[int], parents: Sequence[int]) -> Draft:

@@ -22,8 +22,8 @@ from ...feeding.draft import NO_DRAFT, Draft
 from ..lengths.base import Flags, LengthPolicy
 from ..level import Ids, Level
 from ..proposers.base import Proposer
-from ..sampling import warp, whole
-from .base import TREES, TreePolicy, goes_deeper
+from ..sampling import whole
+from .base import TREES, TreePolicy, chances_of, goes_deeper
 from .sampled import _distinct
 
 
@@ -66,7 +66,7 @@ def candidates(
     rows = np.flatnonzero(wanted & (best[:, 0] >= 0))
     if not options.do_sample or level.logits is None or not len(rows):
         return best, None
-    chances = warp(torch.from_numpy(level.logits[rows, 0]).float(), options)
+    chances = chances_of(level, (rows, 0), options)
     places = _distinct(torch.from_numpy(chances.probs).double(), count, options.random()).numpy()
     known = places.clip(0)
     tokens = known if chances.ids is None else np.take_along_axis(chances.ids, known, 1)

@@ -26,8 +26,8 @@ from ...feeding.draft import NO_DRAFT, Draft
 from ..lengths.base import Flags, LengthPolicy
 from ..level import Ids, Level
 from ..proposers.base import Proposer
-from ..sampling import warp, whole
-from .base import PLAIN, TREES, TreePolicy, goes_deeper
+from ..sampling import whole
+from .base import PLAIN, TREES, TreePolicy, chances_of, goes_deeper
 from .best_first import BestFirstPolicy
 from .sampled import _distinct
 
@@ -120,7 +120,7 @@ class DrawnPolicy(TreePolicy):
         rows = np.zeros(wanted.shape, dtype=np.int64)
         if not wanted.any():
             return Drawn(tokens, probs, rows, None)
-        chances = warp(torch.from_numpy(level.logits[wanted]).float(), self.options)
+        chances = chances_of(level, wanted, self.options)
         given = torch.from_numpy(chances.probs).double()
         places = _distinct(given, count, self.generator).numpy()
         known = places.clip(0)

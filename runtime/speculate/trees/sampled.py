@@ -23,8 +23,8 @@ from ...feeding.draft import NO_DRAFT, Draft
 from ..lengths.base import Flags, LengthPolicy
 from ..level import Ids, Level
 from ..proposers.base import Proposer
-from ..sampling import Chances, warp, whole
-from .base import PLAIN, TREES, TreePolicy, goes_deeper
+from ..sampling import Chances, whole
+from .base import PLAIN, TREES, TreePolicy, chances_of, goes_deeper
 
 
 class _Sampled:
@@ -95,7 +95,7 @@ class SampledTreePolicy(TreePolicy):
         rows = np.zeros(wanted.shape, dtype=np.int64)
         if not wanted.any():
             return _Sampled(tokens.reshape(len(wanted), -1))
-        chances = warp(torch.from_numpy(level.logits[wanted]).float(), self.options)
+        chances = chances_of(level, wanted, self.options)
         rows[wanted] = np.arange(len(chances.probs))
         tokens[wanted] = self._siblings(chances, width)
         spread = whole(chances, level.logits.shape[-1])
