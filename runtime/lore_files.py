@@ -90,7 +90,8 @@ def _lores(executable: Executable) -> dict[str, Lore]:
     if not found:
         raise InputError(
             f"draft={executable.program.plan.draft.brief} learns nothing of texts that could be "
-            f"kept: recipes that do are recycling, ngram_cache, ngram_mod and aded"
+            f"kept: recipes that do are recycling, ngram_cache, ngram_mod, aded "
+            f"and ouroboros"
         )
     return found
 

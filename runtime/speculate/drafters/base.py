@@ -60,6 +60,11 @@ class Drafter(Follower, ABC):
             f"committed text; drafters that copy can, such as suffix"
         )
 
+    def branches(self, tokens: Sequence[Sequence[int]], rooms: Sequence[int]) -> list[Draft]:
+        """As `ahead`, trees of at most `rooms[b]` levels. Here they are its chains."""
+        chains = self.ahead(tokens, [max(room, 0) for room in rooms])
+        return [Draft(chain) if chain else NO_DRAFT for chain in chains]
+
 
 class ChainDrafter(Drafter):
     """A drafter that knows a sequence's next chain as soon as that sequence's text has grown.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from ....ir.plan import FirstDraft, MergedDraft
+from ....ir.plan import DraftRecord, FirstDraft, MergedDraft
 from ...feeding.draft import NO_DRAFT, Draft, UnverifiedStep, VerifiedStep
 from ...memo import Memo
 from ..setting import Setting
@@ -16,9 +17,11 @@ from .grown import drafter_for
 class CombiningDrafter(Drafter):
     """`parts`, the drafters of the record's `of`; all of them see every step."""
 
-    def __init__(self, record: FirstDraft | MergedDraft, setting: Setting) -> None:
+    record: DraftRecord
+
+    def __init__(self, record: Any, setting: Setting) -> None:
         super().__init__(record, setting)
-        self.parts = [drafter_for(part, setting) for part in record.of]
+        self.parts = [drafter_for(part, setting) for part in record.parts]
         self.wants = tuple(dict.fromkeys(name for part in self.parts for name in part.wants))
         self.reads = any(part.reads for part in self.parts)
 
