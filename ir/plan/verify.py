@@ -90,6 +90,21 @@ class TopKAccept(VerifyRecord):
 
 
 @policy
+class Tolerant(VerifyRecord):
+    """Accept draft tokens that are among the target's `count` likeliest, and nearly as likely as
+    the best: by their log probability at most `gap` below it (generalized aggressive decoding).
+
+    Xia et al., "Speculative Decoding: Exploiting Speculative Execution for Accelerating Seq2seq
+    Generation" (2023), top-beta and tau. The text depends on the drafter; greedy decoding with
+    count=1 or gap=0 stays exact.
+    """
+
+    count: Nodes = 3
+    gap: Amount = 1.0
+    kind: ClassVar[str] = "tolerant"
+
+
+@policy
 class Contrastive(VerifyRecord):
     """Decode p^(1 + beta) / q^beta, p being the target's distribution and q the drafter's.
 

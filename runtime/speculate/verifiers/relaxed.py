@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from math import log
+from math import exp, log
 
 import numpy as np
 import torch
 
-from ....ir.plan import TopKAccept, Typical
+from ....ir.plan import Tolerant, TopKAccept, Typical
 from ...asking.checks import bad_logits
 from ...feeding.draft import Draft
 from ..sampling import Array, Chances, StepToVerify, best
@@ -110,6 +110,26 @@ class TopKVerifier(RelaxedVerifier):
     def bounds(self, probs: Array) -> Array:
         count = min(self.record.count, probs.shape[-1])
         found: Array = torch.from_numpy(probs).topk(count).values[:, -1].numpy()
+        return found
+
+
+@VERIFIERS.register(Tolerant, GREEDY)
+@VERIFIERS.register(Tolerant, SAMPLING)
+class TolerantVerifier(RelaxedVerifier):
+    """A token passes if it is among the `count` likeliest and log p is at most `gap` below the
+    best token's.
+
+    Source: Xia et al., "Speculative Decoding: Exploiting Speculative Execution for Accelerating
+    Seq2seq Generation" (2023), section 3.2.
+    """
+
+    record: Tolerant
+
+    def bounds(self, probs: Array) -> Array:
+        count = min(self.record.count, probs.shape[-1])
+        likeliest = torch.from_numpy(probs).topk(count).values.numpy()
+        near = np.minimum(likeliest[:, 0] * exp(-self.record.gap), likeliest[:, 0])
+        found: Array = np.maximum(likeliest[:, -1], near)
         return found
 
 
