@@ -6,9 +6,14 @@ those of real models, and what is compared is the residual stream at every point
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import onnx_ir as oir
+import onnxruntime
 import pytest
 import torch
 from handmade import Shape, cached_llama
@@ -18,14 +23,21 @@ from selection import one_in
 from tiny import in_int8
 
 from graftwork.backends import Target, compile
+from graftwork.backends.onnxruntime.pairs import only_attention_needs_pairs
 from graftwork.backends.torch import cpu
 from graftwork.ir import Program
+from graftwork.passes.caching.quantize_old_rows import QuantizeOldRows
+from graftwork.passes.caching.read_chunks import ReadChunks
+from graftwork.passes.caching.read_sparse import ReadSparse
+from graftwork.passes.caching.share_prefix import SharePrefix
+from graftwork.passes.engine.base import Pass
 from graftwork.passes.fusing.fuse_residual_norm import FuseResidualNorm
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights
 
 G = torch.ops.graftwork
-PAST, MOST = 37, 32
-"""Tokens before the compared ones, and those of the compared text."""
+PAST, MOST, BLOCK = 37, 32, 64
+"""Tokens before the compared ones, those of the compared text, and of a piece of a prompt."""
+FLOAT = oir.DataType.FLOAT
 
 LLAMA: dict[str, Any] = {"layers": 1, "vocab": 90, "context": 128}
 SHAPES = {
@@ -63,27 +75,48 @@ FEW_BITS = {
 }
 
 
-def program_of(shape: Shape, bits: str) -> Program:
+ROWS = {"residual": 64, "block": 64}
+CACHES: dict[str, tuple[Pass, ...]] = {
+    "kivi": (QuantizeOldRows(**ROWS),),
+    "rotatekv": (QuantizeOldRows(bits=3, keys="row", turned=True, unrotated=True, **ROWS),),
+    "gear": (QuantizeOldRows(bits=2, outliers=1, rank=2, **ROWS),),
+    "labels": (ReadSparse(pick="labels", rows=16),),
+    "chunks": (ReadChunks(rows=16),),
+    "attention of a layer": (ReadSparse(rows=16, picks=1, full=1),),
+    "a shared beginning": (SharePrefix(),),
+}
+"""Passes that change how rows are held and read."""
+
+
+def program_of(shape: Shape, bits: str, passes: Sequence[Pass] = ()) -> Program:
     """A step of few bits as recipes make it, which also returns the residual stream."""
-    program = FuseResidualNorm().run(cached_llama(shape)).program
+    program = cached_llama(shape)
+    for each in (*passes, FuseResidualNorm()):
+        program = each.run(program).program
     step = program.function("step").copy()
     points = {f"after.{n.kwargs['point']}": n for n in step.calls(G.hidden.default)}
     step.set_outputs({**step.outputs, **points})
-    return FEW_BITS[bits].run(program.replace(functions={"step": step})).program
+    return (
+        FEW_BITS[bits].run(program.replace(functions={**program.functions, "step": step})).program
+    )
 
 
 class Steps:
-    """Runs steps behind one prompt of PAST tokens; what comes out for each token."""
+    """Runs steps behind one prompt of `past` tokens; what comes out for each token."""
 
-    def __init__(self, program: Program, target: Target) -> None:
-        self.executable = compile(program, target)
+    def __init__(self, program: Program, target: Target, past: int = PAST) -> None:
+        self.executable, self.past = compile(program, target), past
         self.names = [n for n in program.step.outputs if n == "logits" or n.startswith("after")]
-        self.prompt = torch.arange(PAST)[None] * 7 % 90
+        self.prompt = torch.arange(past)[None] * 7 % 90
 
     def begin(self, batch: int = 1) -> None:
-        self.executable.begin(batch, PAST + 2 * MOST)
-        self.executable.reserve(PAST + 2 * MOST)
-        self.run(self.prompt.expand(batch, PAST), 0)
+        self.executable.begin(batch, self.past + 2 * MOST)
+        self.executable.reserve(self.past + 2 * MOST)
+        for begin in range(0, self.past, BLOCK):
+            self.run(self.prompt[:, begin : begin + BLOCK].expand(batch, -1), begin)
+        for name in ("store", "mark"):
+            if name in self.executable.program.functions:
+                self.executable.run(name, {"past": torch.full((batch,), self.past)}, ())
 
     def run(
         self, tokens: torch.Tensor, past: int, parents: list[int] | None = None
@@ -111,7 +144,8 @@ def differing(steps: Steps, widths: tuple[int, ...]) -> list[str]:
     """Where tokens of a text have other bits than one by one: in chains, trees and batches."""
     text, wrong = torch.arange(MOST)[None] * 11 % 89, []
     steps.begin()
-    alone = [steps.run(text[:, i : i + 1], PAST + i)[0] for i in range(MOST)]
+    past = steps.past
+    alone = [steps.run(text[:, i : i + 1], past + i)[0] for i in range(MOST)]
 
     def compare(what: str, got: list[list[torch.Tensor]], wanted: list[list[torch.Tensor]]) -> None:
         for token, (one, other) in enumerate(zip(got, wanted, strict=True)):
@@ -123,7 +157,7 @@ def differing(steps: Steps, widths: tuple[int, ...]) -> list[str]:
         chosen = random.Random(width)
         steps.begin()
         count = min(width, MOST)
-        compare(f"chain of {width}", steps.run(text[:, :count], PAST), alone[:count])
+        compare(f"chain of {width}", steps.run(text[:, :count], past), alone[:count])
         # The text as one path of a tree, among other nodes.
         path = [0, *sorted(chosen.sample(range(1, width), count // 2))]
         parents = [chosen.randrange(max(column, 1)) if column else -1 for column in range(width)]
@@ -132,11 +166,11 @@ def differing(steps: Steps, widths: tuple[int, ...]) -> list[str]:
             tokens[0, column] = text[0, depth]
             parents[column] = path[depth - 1] if depth else -1
         steps.begin()
-        got = steps.run(tokens, PAST, parents)
+        got = steps.run(tokens, past, parents)
         compare(f"tree of {width}", [got[column] for column in path], alone[: len(path)])
     steps.begin(batch=9)
     rows = torch.cat([text.flip(1)[:, :8].expand(8, 8), text[:, :8]])
-    compare("batch of 9", steps.run(rows, PAST), alone[:8])
+    compare("batch of 9", steps.run(rows, past), alone[:8])
     return wrong
 
 
@@ -151,6 +185,43 @@ def differing(steps: Steps, widths: tuple[int, ...]) -> list[str]:
 def test_steps_on_onnxruntime(name: str, bits: str) -> None:
     steps = Steps(program_of(SHAPES[name], bits), Target(threads=2))
     assert not differing(steps, (2, 3, 5, 8, 13, 17, 31, 33, 48, 64))
+
+
+@pytest.mark.parametrize("name", one_in(3, CACHES))
+def test_steps_over_caches_on_onnxruntime(name: str) -> None:
+    """A lone token runs once through all layers: graftwork's own kernels read the cache."""
+    shape = replace(SHAPES["smollm2"], layers=2 + (name == "attention of a layer"), context=512)
+    program = program_of(shape, "int8", CACHES[name])
+    assert only_attention_needs_pairs(program.step, own=True)
+    assert not differing(Steps(program, Target(threads=2), 2 * BLOCK), (2, 3, 5, 8, 17, 33, 48))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 60, 100, 128, 576, 2048])
+def test_softmax_and_sums_of_a_row_are_alike_in_any_company(size: int) -> None:
+    """Of kernels that are ONNX Runtime's own."""
+    for op in ("Softmax", "LogSoftmax", "ReduceSum"):
+        run = row_op(op)
+        rows = torch.randn(4, 7, size, generator=torch.Generator().manual_seed(size)).numpy()
+        whole = run(rows)
+        for b, t in itertools.product(range(4), range(7)):
+            one = run(rows[b : b + 1, t : t + 1].copy())
+            assert (one[0, 0] == whole[b, t]).all(), (op, b, t)
+
+
+def row_op(op: str) -> Callable[[Any], Any]:
+    """An op of ONNX over the last axis, run by ONNX Runtime."""
+    x = oir.Value(name="x", shape=oir.Shape(["b", "t", "d"]), type=oir.TensorType(FLOAT))
+    axes = oir.Value(name="axes", const_value=oir.tensor([-1], name="axes"))
+    given = [x, axes] if op == "ReduceSum" else [x]
+    node = oir.node(op, given, {} if op == "ReduceSum" else {"axis": -1})
+    node.outputs[0].name = "y"
+    node.outputs[0].type = oir.TensorType(FLOAT)
+    opsets = {"": 18}
+    stored = [axes] if op == "ReduceSum" else []
+    graph = oir.Graph([x], node.outputs, nodes=[node], initializers=stored, opset_imports=opsets)
+    model = oir.serde.serialize_model(oir.Model(graph, ir_version=9)).SerializeToString()
+    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+    return lambda rows: session.run(None, {"x": rows})[0]
 
 
 @pytest.mark.parametrize(

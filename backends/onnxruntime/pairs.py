@@ -2,9 +2,10 @@
 
 Every kernel gives a token the same bits in steps of two tokens or more; attention of a single token
 adds up in another order. So where activations are rounded, attention takes a lone token twice and
-the first result counts, and everything else runs on one row: norms and elementwise ops work row by
-row, and integer products are exact at any width. A function with other sums than these (float
-products, experts) takes the whole step twice instead, see `routing`.
+the first result counts, and everything else runs on one row: norms, softmax and elementwise ops
+work row by row, graftwork's own kernels do, and integer products are exact at any width. A function
+with other sums than these (float products, experts) takes the whole step twice instead, see
+`routing`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import onnx_ir as oir
 import torch
 import torch.fx
 
-from ...ir import Dim, Function, arguments
+from ...ir import Dim, Function, arguments, type_of
 from ...ir.ops import is_exact_by_row
 from .emit import Emitter
+from .rows_own import runs_own
 
 A = torch.ops.aten
 G = torch.ops.graftwork
@@ -37,6 +39,8 @@ _BY_ROW = frozenset(
         G.rotary.default,
         G.glu.default,
         G.step_mask.default,
+        G.shared_mask.default,
+        G.merge_parts.default,
         G.alibi.default,
         G.distance_bias.default,
         G.cache_write.default,
@@ -45,6 +49,16 @@ _BY_ROW = frozenset(
         A.embedding.default,
         A.argmax.default,
         A.topk.default,
+        A.max.dim,
+        A._softmax.default,
+        A._log_softmax.default,
+        A.gather.default,
+        A.index_select.default,
+        A.scatter.src,
+        A.scatter.value,
+        A.full.default,
+        A.full_like.default,
+        A.repeat.default,
         A.arange.start_step,
         A._to_copy.default,
         A.clone.default,
@@ -79,9 +93,21 @@ def _fits(node: torch.fx.Node, own: bool) -> bool:
         return own or arguments(node)["sinks"] is None  # else it may become float products
     if node.target is G.attend_quantized.default:
         return own
+    if node.target is A.sum.dim_IntList:
+        return _sums_alike(node)
     tags = getattr(node.target, "tags", ())
     by_row = node.target in _BY_ROW or is_exact_by_row(node)
-    return by_row or torch.Tag.pointwise in tags
+    return by_row or torch.Tag.pointwise in tags or (own and runs_own(node))
+
+
+def _sums_alike(node: torch.fx.Node) -> bool:
+    """Whether each row's sum is added up in the same order: where all rows begin at multiples of
+    four numbers, or have too few for a vector."""
+    x, dims, *_ = node.args
+    sizes = type_of(x).dims
+    size = sizes[-1]
+    last = list(dims) in ([-1], [len(sizes) - 1])
+    return last and isinstance(size, int) and (size < 4 or size % 4 == 0)
 
 
 class Pairs:

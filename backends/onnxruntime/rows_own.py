@@ -8,23 +8,29 @@ import torch.fx
 
 from ...ir import arguments
 from ...ir import type_of as ir_type
-from ...ir.ops import OpDef
+from ...ir.ops import OpDef, op_of
 from ..own_kernels import absent_is_zero, floats, own_ops, zero_of
 from .emit import Emitter, row
 from .own_ops import node_name
 from .probe import own_attention_available
 
 
+def runs_own(node: torch.fx.Node) -> bool:
+    """Whether graftwork's own kernel runs a call on a CPU. Each gives a token the same bits
+    whatever shares its step."""
+    op = op_of(node.target)
+    if op is None or op.native is None or not op.native.onnx:
+        return False
+    given = arguments(node)
+    plain = all(given[x] is None or ir_type(given[x]).dtype == torch.float32 for x in floats(op))
+    zeroed = all(given[x] != 0 for x in absent_is_zero(op))
+    return plain and zeroed and not own_attention_available()
+
+
 def _enter(op: OpDef) -> None:
     """The row of an op that has a kernel."""
-    taken, zeroed, name = floats(op), absent_is_zero(op), node_name(op)
-    zeros = zero_of(op)
+    name, zeros = node_name(op), zero_of(op)
     results = len(op.declared.results)
-
-    def is_own(node: torch.fx.Node) -> bool:
-        given = arguments(node)
-        plain = all(given[x] is None or ir_type(given[x]).dtype == torch.float32 for x in taken)
-        return plain and all(given[x] != 0 for x in zeroed) and not own_attention_available()
 
     def emit(e: Emitter, *operands: Any) -> Any:
         count = len(operands) - len(zeros)
@@ -33,7 +39,7 @@ def _enter(op: OpDef) -> None:
         many = results if results > 1 else None
         return e.own(name, *operands[:count], **how, threads=e.threads, outputs=many)
 
-    row(op.overload, when=is_own, native=True)(emit)
+    row(op.overload, when=runs_own, native=True)(emit)
 
 
 for _op in own_ops():
