@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fake_proposers import taken
+from runtime_models import TableExecutable, program
 from test_runtime_lengths import Executable, level
+from test_runtime_sampling import assert_distributed, texts_drawn
+from test_runtime_verifiers import DRAFT, LENGTH, PROMPT, RULE, VOCAB, exact
 
 from graftwork.ir import InputError
-from graftwork.ir.plan import BatchLength, StaticTree
+from graftwork.ir.plan import BatchLength, Chain, StaticTree
 from graftwork.runtime.feeding.draft import NO_DRAFT, Draft
 from graftwork.runtime.speculate.lengths.batch import BatchPolicy
 
@@ -73,3 +78,12 @@ def test_a_tree_is_as_deep_as_that():
 def test_impossible_rules_are_refused(options):
     with pytest.raises(InputError):
         BatchLength(**options)
+
+
+@pytest.mark.parametrize("size", [(1, 120), (4, 50)], ids=str)
+def test_samples_follow_the_models_distribution(size):
+    held = program(VOCAB, draft=DRAFT, tree=Chain(depth=3))
+    held = held.replace(plan=replace(held.plan, length=BatchLength(start=2)))
+    found, accepted, drafted = texts_drawn(TableExecutable(RULE, held), PROMPT, LENGTH, size, {})
+    assert_distributed(found, exact({}))
+    assert 0.05 < accepted / drafted < 0.95

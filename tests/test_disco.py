@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from runtime_models import TableExecutable, program
 from test_runtime_lengths import level
+from test_runtime_sampling import assert_distributed, texts_drawn
+from test_runtime_verifiers import DRAFT, LENGTH, PROMPT, RULE, VOCAB, exact
 from tiny import tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
-from graftwork.ir import PassError, Program, UnsupportedError, Weight, run
-from graftwork.ir.plan import CachedDraft, HeadsDraft
+from graftwork.ir import Function, PassError, Program, TensorType, UnsupportedError, Weight, run
+from graftwork.ir.plan import CachedDraft, Chain, HeadsDraft
 from graftwork.model import Model
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.disco import PLACES, DiscoLength, DiscoPolicy
@@ -198,3 +202,25 @@ def test_refusals() -> None:
     for threshold in (0.0, 1.0, float("nan")):
         with pytest.raises(ValueError, match="threshold"):
             LengthDisco(threshold=threshold)
+
+
+class Judged(TableExecutable):
+    """A table whose classifier goes on where the draft's best token is likelier than a half."""
+
+    def run(self, function: str, inputs: Any, fetch: Any) -> dict[str, torch.Tensor]:
+        if function != "disco":
+            return super().run(function, inputs, fetch)
+        return {"odds": inputs["features"][..., 0] - 0.5}
+
+
+@pytest.mark.parametrize("size", [(1, 120), (4, 50)], ids=str)
+def test_samples_follow_the_models_distribution(size: tuple[int, int]) -> None:
+    held = program(VOCAB, draft=DRAFT, tree=Chain(depth=3))
+    classifier = Function("disco")
+    features = classifier.add_input("features", TensorType.parse("f32[B,T,3]"))
+    classifier.set_outputs({"odds": features})
+    held = held.with_function(classifier)
+    held = held.replace(plan=replace(held.plan, length=DiscoLength()))
+    found, accepted, drafted = texts_drawn(Judged(RULE, held), PROMPT, LENGTH, size, {})
+    assert_distributed(found, exact({}))
+    assert 0.05 < accepted / drafted < 0.95
