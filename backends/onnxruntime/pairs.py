@@ -103,10 +103,10 @@ def _fits(node: torch.fx.Node, own: bool) -> bool:
 def _sums_alike(node: torch.fx.Node) -> bool:
     """Whether each row's sum is added up in the same order: where all rows begin at multiples of
     four numbers, or have too few for a vector."""
-    x, dims, *_ = node.args
-    sizes = type_of(x).dims
+    given = arguments(node)
+    sizes = type_of(given["self"]).dims
     size = sizes[-1]
-    last = list(dims) in ([-1], [len(sizes) - 1])
+    last = list(given["dim"]) in ([-1], [len(sizes) - 1])
     return last and isinstance(size, int) and (size < 4 or size % 4 == 0)
 
 
