@@ -43,6 +43,8 @@ def test_without_a_step_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_
     [
         pytest.param("judge", [], ("draft_medusa", "verify_judge"), marks=pytest.mark.long),
         ("specdec_plus_plus", ["draft_model.model={}"], ("length_draft_acceptance",)),
+        pytest.param("disco", ["draft_model.model={}"], ("length_disco",), marks=pytest.mark.long),
+        pytest.param("adaeagle", [], ("draft_eagle", "length_predicted"), marks=pytest.mark.long),
     ],
 )
 def test_the_last_line_names_every_option_to_set(
