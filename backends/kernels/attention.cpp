@@ -95,6 +95,20 @@ struct Rounded {
     int64_t B, G, T, D, bits, turned;
 };
 
+// `graftwork.static_codes`: x [B,G,T,D] as codes, on steps [G,D] of channels.
+struct Static {
+    const float *x, *step, *least;
+    uint8_t* codes;
+    int64_t B, G, T, D, bits;
+};
+
+// `graftwork.hadamard_rows`: x and y [B,G,T,D].
+struct Turned {
+    const float* x;
+    float* y;
+    int64_t B, G, T, D;
+};
+
 // The results of query rows from first to last, that `make` makes. turned: they are of values that a
 // Hadamard matrix has turned.
 template <class Make>
@@ -379,6 +393,24 @@ KERNEL(quantize_rows, Rounded) {
         uint8_t* const codes = given.codes + i * row_bytes(stored, given.D);
         put(stored, row.data(), given.D, codes, given.steps + i * 2);
     }
+}
+
+KERNEL(static_codes, Static) {
+    want(given.bits == 4 || given.bits == 8, "bits must be 4 or 8");
+    want(given.D >= 2 && given.D % 2 == 0, "rows must be of an even width");
+    const int64_t bytes = stored_bytes(given.D, given.bits);
+    for (int64_t i = 0; i < given.B * given.G * given.T; i++) {
+        const int64_t of = i / given.T % given.G * given.D;
+        store_row(given.x + i * given.D, given.D, given.bits, given.step + of, given.least + of,
+                  given.codes + i * bytes);
+    }
+}
+
+KERNEL(hadamard_rows, Turned) {
+    want((given.D & (given.D - 1)) == 0, "rows must be a power of two");
+    std::copy_n(given.x, given.B * given.G * given.T * given.D, given.y);
+    for (int64_t i = 0; i < given.B * given.G * given.T; i++)
+        turn_by_hadamard(given.y + i * given.D, given.D);
 }
 
 void graftwork::attend(const Cached& of, const Team& team) {

@@ -29,7 +29,7 @@ struct Declared {
         int like;  // an operand whose shape it has, or -1
     };
     // fit: an operand and its axes. less: axes[0] is that much less than axes[1]. made: axes[0] is what
-    // a sum of products of sizes, options and numbers says, over a number.
+    // a sum of products of sizes, options and numbers says, over one of these.
     struct Rule {
         enum { FIT, MULTIPLE, LEAST, LESS, MADE } kind;
         int number;
@@ -126,7 +126,8 @@ struct DeclaredNode {
                 product *= named(factor, sizes);
             total += product;
         }
-        return over == std::string::npos ? total : total / std::stoll(said.substr(over + 1));
+        if (over == std::string::npos) return total;
+        return total / std::max<int64_t>(1, named(said.substr(over + 1), sizes));
     }
     int64_t named(const std::string& factor, Sizes& sizes) const {
         if (std::isupper(factor[0])) return sizes[factor[0]];

@@ -22,6 +22,23 @@ Lanes clipped(Lanes x, float most) {
     return whole < 0.0f ? Lanes{} : whole > most ? splat(most) : whole;
 }
 
+// Codes of a row, of what `steps` says of so many channels from one on.
+template <class Steps>
+void put_codes(int64_t width, int64_t bits, uint8_t* codes, const Steps& steps) {
+    const float most = float((1 << bits) - 1);
+    const auto coded = [&](int64_t i, int64_t count) {
+        const Lanes found = clipped(steps(i, count), most);
+        return __builtin_convertvector(__builtin_convertvector(found, Whole), Marks);
+    };
+    const int64_t half = width / 2, bytes = bits == 8 ? width : half;
+    for (int64_t i = 0; i < bytes; i += LANES) {
+        const int64_t count = std::min<int64_t>(LANES, bytes - i);
+        Marks found = coded(i, count);
+        if (bits == 4) found |= coded(half + i, count) << 4;
+        store(codes + i, found, count);
+    }
+}
+
 }  // namespace
 
 void graftwork::turn_by_hadamard(float* row, int64_t width) {
@@ -60,19 +77,19 @@ void graftwork::store_row(
         least = std::min(least, low[lane]);
         largest = std::max(largest, high[lane]);
     }
-    const float most = float((1 << bits) - 1), step = (largest - least) / most;
-    const auto coded = [&](int64_t i, int64_t count) {
-        const Lanes up = (load<Lanes>(row + i, count) - least) / splat(step > 0 ? step : 1.0f);
-        return __builtin_convertvector(
-            __builtin_convertvector(clipped(up, most), Whole), Marks);
-    };
-    const int64_t half = width / 2, bytes = bits == 8 ? width : half;
-    for (int64_t i = 0; i < bytes; i += LANES) {
-        const int64_t count = std::min<int64_t>(LANES, bytes - i);
-        Marks found = coded(i, count);
-        if (bits == 4) found |= coded(half + i, count) << 4;
-        store(codes + i, found, count);
-    }
+    const float step = (largest - least) / float((1 << bits) - 1);
+    put_codes(width, bits, codes, [&](int64_t i, int64_t count) {
+        return (load<Lanes>(row + i, count) - least) / splat(step > 0 ? step : 1.0f);
+    });
     steps[0] = step;
     steps[1] = least;
+}
+
+void graftwork::store_row(
+    const float* row, int64_t width, int64_t bits, const float* step, const float* least,
+    uint8_t* codes) {
+    put_codes(width, bits, codes, [&](int64_t i, int64_t count) {
+        const Lanes up = load<Lanes>(row + i, count) - load<Lanes>(least + i, count);
+        return up / load<Lanes>(step + i, count);
+    });
 }

@@ -16,4 +16,9 @@ inline int64_t stored_bytes(int64_t width, int64_t bits) { return width * bits /
 // codes [stored_bytes] and steps [2]: the row's least number stands for 0, its largest for all ones.
 void store_row(const float* row, int64_t width, int64_t bits, uint8_t* codes, float* steps);
 
+// The same on steps [width] that are known, and what stands for 0 on each: others are clipped.
+void store_row(
+    const float* row, int64_t width, int64_t bits, const float* step, const float* least,
+    uint8_t* codes);
+
 }  // namespace graftwork

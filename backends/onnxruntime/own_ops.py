@@ -54,7 +54,7 @@ def described(op: OpDef) -> str:
     for result in op.declared.results:
         _, kind, axes = parts(result)
         like = axes in named
-        dtype = elements[axes] if like else _element(kind)
+        dtype = elements.get(axes if like else kind) or _element(kind)
         lines.append(f"like {dtype} {places.index(axes)}" if like else f"result {dtype} {axes}")
     assert op.native is not None
     lines += [f"size {axis}" for axis in op.native.sizes]

@@ -133,20 +133,17 @@ def _attend_samples() -> Iterator[Sample]:
         yield given, {"bits": bits, "turned": turned, "scale": 0.3, **extras}
 
 
-def _check_attend(given: Operands, k: Tensor, bits: int, turned: bool) -> None:
-    for axis in "KV":
-        check_stored(given.op, given.sizes[axis] * 8 // max(bits, 1), bits, turned)
-    if given.sizes["D"] * bits != given.sizes["K"] * 8:
-        given.refuse("k", k, ("B", "G", "C", f"D*{bits}/8"), torch.uint8)
-    given.sizes["E"] = given.sizes["V"] * 8 // bits
+def _check_attend(given: Operands, bits: int, turned: bool) -> None:
+    for width in (given.sizes["D"], given.sizes["V"] * 8 // max(bits, 1)):
+        check_stored(given.op, width, bits, turned)
 
 
 @op(
-    "S = 2, q: BHTD, k: u8 BGCK, k_steps: f32 BGCS, v: u8 BGCV, v_steps: f32 BGCS, mask: bool "
-    "B1TC, bias: BHTC, sinks: H, H % G, C >= 1 -> q BHTE",
+    "S = 2, q: BHTD, K = D * bits // 8, k: u8 BGCK, k_steps: f32 BGCS, v: u8 BGCV, v_steps: f32 "
+    "BGCS, mask: bool B1TC, bias: BHTC, sinks: H, H % G, C >= 1, also, E = V * 8 // bits -> q BHTE",
     samples=_attend_samples,
     also=_check_attend,
-    native=Native("BHGTCDE", cast="bias sinks", onnx=False),
+    native=Native("BHGTCDE", cast="bias sinks"),
 )
 def attend_quantized(
     q: Tensor,
@@ -191,6 +188,7 @@ def _check_static(given: Operands, bits: int) -> None:
     "x: BGTD, step: f32 GD, least: f32 GD, K = D * bits // 8 -> u8 BGTK",
     samples=_static_samples,
     also=_check_static,
+    native=Native("BGTD", cast="x"),
 )
 def static_codes(x: Tensor, step: Tensor, least: Tensor, *, bits: int) -> Tensor:
     """Quantize rows to 4 or 8 bits with a fixed step and minimum per channel, clipped.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..support.errors import InputError
-from . import Sample, op
+from . import Native, Sample, op
 from .operands import Operands
 from .quantized_cache import hadamard
 
@@ -30,7 +30,12 @@ def _check_width(given: Operands) -> None:
         )
 
 
-@op("x: BGTD -> f32 x", samples=_hadamard_samples, also=_check_width)
+@op(
+    "x: BGTD -> f32 x",
+    samples=_hadamard_samples,
+    also=_check_width,
+    native=Native("BGTD", cast="x"),
+)
 def hadamard_rows(x: Tensor) -> Tensor:
     """Rows times the orthogonal Hadamard matrix, its own inverse, which spreads outlier channels.
 

@@ -242,6 +242,35 @@ def native_quantize_rows(make: Maker) -> Case:
     return Case("quantize_rows", call, meaning, operands, options, fake=True, tolerance=how)
 
 
+def native_static_codes(make: Maker) -> Case:
+    bits, _, width = picked.stored(make)
+    groups = make.random.choice((1, 3))
+    x = make.numbers(make.random.choice((1, 2)), groups, make.size(), width)
+    step, least = torch.rand(groups, width, generator=make.generator) + 0.01, -torch.rand(width)
+    operands = {"x": x, "step": step, "least": least.expand(groups, width).contiguous()}
+
+    def meaning(*tensors: Tensor, **how: Any) -> Any:
+        want(all(t.dtype == F32 for t in tensors))
+        return quantized_cache.static_codes(*tensors, **how)
+
+    def call(*tensors: Tensor, bits: int) -> Any:
+        return native.OPS["static_codes"](*tensors, bits)
+
+    return Case("static_codes", call, meaning, operands, {"bits": bits}, fake=True, tolerance=SAME)
+
+
+def native_hadamard_rows(make: Maker) -> Case:
+    shape = (make.random.choice((1, 2)), make.random.choice((1, 3)), make.size())
+    width = make.random.choice((1, 2, 8, 24, 64, 128, 256))
+
+    def meaning(x: Tensor) -> Any:
+        want(x.dim() == 4 and x.dtype == F32)
+        return row_forms.hadamard_rows(x)
+
+    operands = {"x": make.numbers(*shape, width)}
+    return Case("hadamard_rows", native.OPS["hadamard_rows"], meaning, operands, {}, fake=True)
+
+
 def native_attend_quantized(make: Maker) -> Case:
     bits, turned, wide = picked.stored(make)
     case = attend(make)
@@ -324,6 +353,8 @@ MAKERS: list[Callable[[Maker], Case]] = [
     few_bits.native_quantized_experts,
     few_bits.native_quantized_embedding,
     native_quantize_rows,
+    native_static_codes,
+    native_hadamard_rows,
     native_attend_quantized,
     native_attend_grouped,
     native_attend_part,
