@@ -181,6 +181,7 @@ def draw(rows: list[dict[str, Any]], labels: list[str], path: Path) -> None:
     axes[1, 0].set_ylabel("likeliest token the whole model's")
     for axis in axes.flat:
         axis.grid(visible=True, linewidth=0.3)
+        axis.locator_params(axis="x", nbins=5)
     for index, name in enumerate(names):
         axes[0, 0].plot([], [], color=f"C{index}", label=name)
     for way, (marker, line) in styles.items():
