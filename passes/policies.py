@@ -94,7 +94,7 @@ def builds(record: type[Record], *fills: str, **defaults: Any) -> Callable[[P], 
         options = {
             name: (hint, defaults.get(name, default))
             for name, (hint, default) in _options(record).items()
-            if name not in fills and FILLED not in getattr(hint, "__metadata__", ())
+            if name not in fills
         }
         if unknown := sorted(defaults.keys() - options.keys()):
             raise PassDefinitionError(
@@ -132,10 +132,14 @@ Options = dict[str, tuple[Any, Any]]
 
 
 def _options(record: type[Record]) -> Options:
+    """Of the fields that nobody fills."""
     make = record.maker()
     hints = get_type_hints(make, include_extras=True)
-    parameters = signature(make).parameters.values()
-    return {option.name: (hints[option.name], option.default) for option in parameters}
+    return {
+        option.name: (hints[option.name], option.default)
+        for option in signature(make).parameters.values()
+        if FILLED not in getattr(hints[option.name], "__metadata__", ())
+    }
 
 
 def _derived(

@@ -79,6 +79,11 @@ def test_a_policy_is_its_record(name: str) -> None:
     assert (CASES / f"{name}.test").is_file()
 
 
+def test_fields_that_others_fill_are_no_options() -> None:
+    known = set(RecordPass.model_fields)
+    assert set(all_passes()["length_goodput"].model_fields) - known == {"loss"}
+
+
 def test_options_have_the_bounds_of_the_record() -> None:
     """Those that the pass does not repeat, too: the largest value is the record's."""
     for options, message in (
