@@ -2,13 +2,14 @@
 
     python benchmarks/attention_kernels.py --rows 1024 2048 8192 --widths 1 8 --bits 32 8 4
         [--heads 16] [--groups 4] [--dim 64] [--layers 16] [--rounds 30] [--threads 1] [--json F]
-        [--runtime]
+        [--runtime] [--recipes kivi gear kvquant rotatekv]
 
 Milliseconds of the processor for all layers, each with a cache of its own as in a model, in turns,
 the medians and the fastest of the rounds; and of reading the same floats once (their sum), which
 no attention over them can be faster than. With --runtime also ONNX Runtime's GroupQueryAttention on
-its own caches of as many bits, with one step a channel (32 bits: floats). Where other programs
-share the machine, times of the processor tell more than the clock's, and memory is still shared.
+its own caches of as many bits, with one step a channel (32 bits: floats); with --recipes also rows
+as these store them, but for the latest 128, which are floats. Where other programs share the
+machine, times of the processor tell more than the clock's, and memory is still shared.
 """
 
 from __future__ import annotations
@@ -26,9 +27,23 @@ import torch
 from onnx import helper
 
 from graftwork.backends.torch import native
+from graftwork.ir.ops import all_ops
+from graftwork.ir.ops.grouped_cache import quantize_groups
 from graftwork.ir.ops.quantized_cache import quantize_rows
+from graftwork.ir.ops.row_forms import low_rank
 
 Way = Callable[[], Any]
+RESIDUAL = 128
+"""Rows of recipes that are floats."""
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "kivi": {"bits": 4, "group": 32},
+    "gear": {"bits": 2, "group": 64, "outliers": 1, "rank": 2},
+    "kvquant": {"bits": 3, "group": 64, "outliers": 1, "rotated": True},
+    "rotatekv": {"bits": 3, "group": 32, "turned": True, "rotated": True, "keys": False},
+}
+"""How recipes store rows. keys: whether numbers of a key's channel share steps."""
+
 FLOATS = 32
 """Bits of rows that are stored as they are."""
 
@@ -46,6 +61,8 @@ def ways(args: argparse.Namespace, rows: int, width: int) -> dict[str, Way]:
     }
     for bits in args.bits:
         found[f"{bits} bits"] = _way(query, mask, caches, bits, scale)
+    for recipe in args.recipes:
+        found[recipe] = _grouped_way(query, mask, caches, scale, **RECIPES[recipe])
     for bits in args.bits if args.runtime else ():
         found[f"ONNX Runtime, {bits} bits"] = _runtime(args, rows, width, bits)
     return found
@@ -59,6 +76,40 @@ def _way(query: Any, mask: Any, caches: list[Any], bits: int, scale: float) -> W
     stored = [tuple(x for rows in own for x in quantize_rows(rows, **how)) for own in caches]
     few = native.OPS["attend_quantized"]
     return lambda: [few(query, *own, mask, None, None, bits, True, scale, 0.0) for own in stored]
+
+
+def _grouped_way(
+    query: Any,
+    mask: Any,
+    caches: list[Any],
+    scale: float,
+    *,
+    bits: int,
+    group: int,
+    outliers: int = 0,
+    rank: int = 0,
+    turned: bool = False,
+    rotated: bool = False,
+    keys: bool = True,
+) -> Way:
+    kernel, bound = native.OPS["attend_grouped"], all_ops()["attend_grouped"].declared.bound
+    rows, dim = mask.shape[3], query.shape[3]
+    angle = torch.rand(1, rows, dim // 2)
+    angles = (angle.cos(), angle.sin()) if rotated else (None, None)
+    past = torch.tensor([rows - mask.shape[2]])
+    calls = []
+    for own in caches:
+        stored, factors = [], []
+        for x, by_channel in zip(own, (keys, False), strict=True):
+            how: dict[str, Any] = {"bits": bits, "group": group, "outliers": outliers}
+            codes = quantize_groups(x, by_channel=by_channel, **how)
+            stored += [*codes, x[:, :, : RESIDUAL + group + mask.shape[2]].contiguous()]
+            factors += low_rank(0.1 * x, group=group, rank=rank) if rank else (None, None)
+        how |= {"keys_by_channel": keys, "values_by_channel": False, "turned": turned}
+        how |= {"residual": RESIDUAL, "block": group, "scale": scale}
+        given = (query, *stored, past, mask, None, None, *factors, *angles)
+        calls.append(bound(*given, **how))
+    return lambda: [kernel(*call) for call in calls]
 
 
 def _runtime(args: argparse.Namespace, rows: int, width: int, bits: int) -> Way:
@@ -144,6 +195,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--runtime", action="store_true", help="ONNX Runtime's kernel, too")
+    parser.add_argument("--recipes", nargs="+", default=[], choices=RECIPES)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
