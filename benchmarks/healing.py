@@ -123,15 +123,23 @@ def told(state: Any) -> None:
         print(f"step {state.step}, loss {state.loss:.4f}", flush=True)
 
 
+def short(value: float) -> str:
+    """Of a ratio, which has no bounds where a model writes garbage."""
+    return f"{value:.3f}" if value < 1000 else f"{value:.0e}"
+
+
+def cost(found: dict[str, float]) -> str:
+    """A text's figures."""
+    ratio = f"{short(found['ratio'])} ± {short(found['error'])}"
+    return f"{found['divergence']:.3f}, {ratio}, {found['agreement']:.1%}"
+
+
 def markdown(rows: list[dict[str, Any]], labels: list[str]) -> str:
     """A line a cell."""
     head = ["recipe", "trained", "steps", "layers", *labels, "texts", "speed"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for row in rows:
-        costs = [
-            f"{c['divergence']:.3f}, {c['ratio']:.3f} ± {c['error']:.3f}, {c['agreement']:.1%}"
-            for c in (row[label] for label in labels)
-        ]
+        costs = [cost(row[label]) for label in labels]
         name, *settings = row["point"].split()
         cells = [
             f"`{name}`, {', '.join(f'`{each}`' for each in settings)}",
