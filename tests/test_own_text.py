@@ -101,4 +101,4 @@ def test_tuning_reports_and_generate_tell_it(
         folder = model.save(tmp_path / name)
         asked = ("--prompt", PROMPTS[0], "--max-new-tokens", 4)
         _, _, errors = run(capsys, "generate", folder, *asked)
-        assert ("approximate: not all of it" in errors) == told
+        assert ("approximate: the target itself" in errors) == told

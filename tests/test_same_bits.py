@@ -23,9 +23,10 @@ from selection import one_in
 from tiny import in_int8
 
 from graftwork.backends import Target, compile
-from graftwork.backends.onnxruntime.pairs import only_attention_needs_pairs
+from graftwork.backends.onnxruntime.routing import Router
 from graftwork.backends.torch import cpu
 from graftwork.ir import Program
+from graftwork.passes.caching.quantize_cache import QuantizeCache
 from graftwork.passes.caching.quantize_old_rows import QuantizeOldRows
 from graftwork.passes.caching.read_chunks import ReadChunks
 from graftwork.passes.caching.read_sparse import ReadSparse
@@ -84,6 +85,7 @@ CACHES: dict[str, tuple[Pass, ...]] = {
     "chunks": (ReadChunks(rows=16),),
     "attention of a layer": (ReadSparse(rows=16, picks=1, full=1),),
     "a shared beginning": (SharePrefix(),),
+    "8 bits": (QuantizeCache(bits=8),),
 }
 """Passes that change how rows are held and read."""
 
@@ -192,7 +194,8 @@ def test_steps_over_caches_on_onnxruntime(name: str) -> None:
     """A lone token runs once through all layers: graftwork's own kernels read the cache."""
     shape = replace(SHAPES["smollm2"], layers=2 + (name == "attention of a layer"), context=512)
     program = program_of(shape, "int8", CACHES[name])
-    assert only_attention_needs_pairs(program.step, own=True)
+    router = Router(program, program.step, Target())
+    assert router.own and router.pairs and not router.widens
     assert not differing(Steps(program, Target(threads=2), 2 * BLOCK), (2, 3, 5, 8, 17, 33, 48))
 
 

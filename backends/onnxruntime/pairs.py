@@ -41,6 +41,7 @@ _BY_ROW = frozenset(
         G.step_mask.default,
         G.shared_mask.default,
         G.merge_parts.default,
+        G.unit_steps.default,
         G.alibi.default,
         G.distance_bias.default,
         G.cache_write.default,

@@ -15,7 +15,16 @@ from .attention import SEQLENS, TOTAL, Counted
 from .lower import Variant, has_states
 from .pairs import only_attention_needs_pairs
 from .probe import attention_kernel_works, own_attention_available
+from .rows_own import runs_own
 
+G = torch.ops.graftwork
+ATTENTION = (
+    G.attend.default,
+    G.attend_part.default,
+    G.attend_rows.default,
+    G.attend_quantized.default,
+    G.attend_grouped.default,
+)
 WIDTH = Sym("T")
 KEPT_WIDTH = 128
 """Chains up to this many tokens keep their ancestor mask."""
@@ -68,9 +77,11 @@ class Router:
         # Of a step that also drafts, the plain step's part is what counts.
         counts = program.step if self.name in program.plan.step.variants else function
         dtypes = {s.type.dtype for s in program.states.values() if s.grows}
-        # Of few bits are states that only own attention writes and reads in one kernel.
-        known = bool(dtypes) and dtypes <= {torch.float32, torch.uint8}
-        plain = native and target.device == "cpu" and known
+        # Of few bits are states that only own attention writes and reads in one kernel; steps and
+        # outliers of groups are halves.
+        reads = list(function.calls(*ATTENTION))
+        known = dtypes <= {torch.float32, torch.uint8} or bool(reads and all(map(runs_own, reads)))
+        plain = bool(dtypes) and known and native and target.device == "cpu"
         self.own = plain and not own_attention_available()
         # ONNX Runtime's kernel lets no token see those behind it, whatever bias it is given.
         mutual = self.name in program.plan.draft.mutual
