@@ -22,7 +22,6 @@ import argparse
 import json
 import os
 import statistics
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from real import prompts_of, rounded, write
 
 import graftwork as gw
 from graftwork.backends import Target
+from graftwork.choosing import joined
 from graftwork.recipe import Recipe
 
 BITS = {"float32": "baseline", "int8": "int8", "int4": "int4"}
@@ -40,10 +40,7 @@ BITS = {"float32": "baseline", "int8": "int8", "int4": "int4"}
 def over(name: str, bits: str, settings: list[str]) -> Recipe:
     """A recipe's passes, and those that leave weights so many bits."""
     own = [s.partition(".")[2] for s in settings if s.startswith(f"{name}.")]
-    recipe = Recipe.load(name).with_options(own)
-    known = {use.name for use in recipe.passes}
-    fewer = [use for use in Recipe.load(BITS[bits]).passes if use.name not in known]
-    return replace(recipe, passes=(*recipe.passes, *fewer)) if fewer else recipe
+    return joined(Recipe.load(name).with_options(own), Recipe.load(BITS[bits]))
 
 
 def measured(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from .backends import check_columns, check_kernels
 from .backends.target import Target
+from .choosing import AUTO, choose, limits
 from .data.calibration import (
     bundled_evidence,
     calibrates,
@@ -100,6 +102,7 @@ def optimize(
     work: str | Path | None = None,
     cost: bool | Prompts = False,
     tolerance: float | None = None,
+    minutes: float | None = None,
     strict: bool = False,
     progress: Callable[[str], None] = lambda stage: None,
     known: Known = nobody,
@@ -119,12 +122,27 @@ def optimize(
     predictions are from the model's (see `report.Cost`), on a bundled text (True) or on texts as in
     data; this runs the model itself, too. tolerance: of a recipe with a knob (such as calm or
     unified_skipping), by which share perplexity may rise on data or the bundled text; default:
-    0.05. strict: refuse a recipe that decodes more slowly than the model, which runs both. known:
-    called with facts and files of a checkpoint before tracing; its exceptions are passed on.
+    0.05. The recipe ``auto`` is what is fastest within that share: weights and drafts are measured
+    on data (texts like those to be written, or the bundled one), and none is begun after `minutes`
+    (default: 3); see `choosing`. strict: refuse a recipe that decodes more slowly than the model,
+    which runs both. known: called with facts and files of a checkpoint before tracing; its
+    exceptions are passed on.
 
     Errors: `GraftworkError` naming the model, recipe, pass or option at fault and a remedy.
     """
-    chosen, where = Recipe.load(recipe), as_target(target)
+    where = as_target(target)
+    if recipe == AUTO:
+        if validate or work is not None:
+            raise InputError(f"recipe {AUTO!r} measures, and takes neither validate nor work")
+        limits(tolerance, minutes)  # before the slow part
+        model = local(model, revision)
+        plain = optimize(model, target=where, progress=progress, known=known)
+        make = partial(optimize, model, target=where, progress=progress, known=known)
+        how: dict[str, Any] = {"tolerance": tolerance, "minutes": minutes, "progress": progress}
+        return choose(plain, make, data, **how)
+    if minutes is not None:
+        raise InputError(f"minutes is given, and only the recipe {AUTO!r} takes it: leave it out")
+    chosen = Recipe.load(recipe)
     check_data(chosen, data, validate)
     check_seed(seed)
     check_paths(chosen)

@@ -30,7 +30,17 @@ ALLOWED = {
 METHOD = re.compile(r"passes/(drafting|depth)/\w+/(\w+)\.py")
 FILES = [path for part in ALLOWED for path in sorted((ROOT / part).rglob("*.py"))]
 FRONT = (
-    *("__main__", "cli", "serving", "mapping", "ready", "training", "measuring", "optimizing"),
+    *(
+        "__main__",
+        "cli",
+        "serving",
+        "mapping",
+        "ready",
+        "training",
+        "measuring",
+        "optimizing",
+        "choosing",
+    ),
     *("model", "chat", "exporting", "data", "tracing", "recipe_schema", "recipe", "artifact"),
     *("hub", "report", "drawing", "_version"),
 )

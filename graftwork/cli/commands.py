@@ -136,6 +136,10 @@ def optimize(
         float | None,
         typer.Option(help="By which share perplexity may rise, for recipes that leave work out."),
     ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="With --recipe auto: begin nothing else to measure after so long."),
+    ] = None,
     strict: Annotated[
         bool, typer.Option(help="Refuse a recipe that decodes more slowly than the model.")
     ] = False,
@@ -150,6 +154,7 @@ def optimize(
     require((folder is None) == dry_run, "give either --out DIR or --dry-run")
     from ..artifact.destinations import check_file
     from ..artifact.saved import check_destination
+    from ..choosing import AUTO
     from ..ir.support.scratch import write_text
     from ..optimizing import optimize as optimize_model
     from .open_model import with_settings
@@ -160,7 +165,7 @@ def optimize(
     with progress() as show:
         result = optimize_model(
             model,
-            with_settings(recipe, set_),
+            recipe if recipe == AUTO and not set_ else with_settings(recipe, set_),
             target=target,
             data=data,
             validate=validate,
@@ -168,6 +173,7 @@ def optimize(
             work=work,
             cost=cost_on or False,
             tolerance=tolerance,
+            minutes=minutes,
             strict=strict,
             progress=show,
         )
@@ -191,7 +197,7 @@ def _measured(made: Model, source: str, show: Callable[[str], None]) -> None:
     from ..data.knob import pace_of
     from ..optimizing import optimize as optimize_model
 
-    if made.report is None or made.report.contract != "approximate":
+    if made.report is None or made.report.contract != "approximate" or made.report.cost:
         return
     if reason := why_not(made):
         show(f"what it costs is not measured: {reason}")
