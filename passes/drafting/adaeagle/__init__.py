@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
-from ....ir.execution.executable import Executable
 from ....ir.plan import LengthRecord, Returned, record
 from ....ir.plan.bounds import Filled, Levels
-from ....runtime.feeding.draft import VerifiedStep
-from ....runtime.speculate.last_state import LastState
 from ....runtime.speculate.lengths.base import LENGTHS
-from ....runtime.speculate.lengths.depths import SequenceDepths
+from ....runtime.speculate.lengths.depths import AskedDepths
 
 if TYPE_CHECKING:  # a plan holds records, and their methods take plans
     from ....ir.plan import DecodePlan
@@ -45,22 +44,11 @@ class PredictedLength(LengthRecord):
 
 
 @LENGTHS.register(PredictedLength)
-class PredictedPolicy(SequenceDepths):
-    """The nearest whole number of tokens, and one at least. Of the prompt nothing is asked: the
-    first draft is as long as it may be."""
+class PredictedPolicy(AskedDepths):
+    """The nearest whole number of tokens, and one at least."""
 
     record: PredictedLength
+    said: ClassVar[str] = "length"
 
-    def __init__(self, record: PredictedLength, executable: Executable, batch: int) -> None:
-        super().__init__(record, executable, batch)
-        self.wants = (record.output,)
-        self.depths = np.full(batch, record.levels)
-        self.last = LastState(record.output, batch)
-
-    def observe(self, taken: VerifiedStep, drafting: float, step: float) -> None:
-        """Ask the predictor about the state that each sequence's last token was chosen from."""
-        self.last.observe(taken)
-        inputs = {"hidden": self.last.get()[1]}
-        lengths = self.executable.run(self.record.function, inputs, ("length",))["length"]
-        whole = lengths[:, 0].float().round().clamp(1, self.record.levels)
-        self.depths = whole.long().cpu().numpy()
+    def deep(self, said: torch.Tensor) -> npt.NDArray[np.int64]:
+        return said.round().clamp(1, self.record.levels).long().cpu().numpy()

@@ -20,38 +20,15 @@ line, a document each, a .json file token ids, a list or a list of lists. Refuse
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import ClassVar
 
-import torch
-
-from ....ir import PassError, Program
-from ....ir.weights import Weight
-from ...engine.base import Outcome
-from ...engine.plan_edits import with_draft
-from ...policies import RecordPass, builds
-from ..corpus.graph import corpus_tokens
+from ...policies import builds
+from ..corpus.graph import CorpusPass
 from . import TrigramDraft
-
-WEIGHT = "trigrams"
 
 
 @builds(TrigramDraft)
-class DraftTrigrams(RecordPass):
-    """path: a corpus, a text file, a .jsonl file or a .json file of token ids; "": none. The rest:
-    see the record."""
+class DraftTrigrams(CorpusPass):
+    """path: of the corpus. The rest: see the record."""
 
-    path: str = ""
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        return (self.path,) if self.path else ()
-
-    def run(self, program: Program) -> Outcome:
-        if not self.path:
-            return Outcome(with_draft(program, self.made()), 1)
-        if WEIGHT in program.weights:
-            raise PassError(f"{self.name}: the program has a weight {WEIGHT!r} already")
-        tokens = corpus_tokens(self.name, Path(self.path), program)
-        weight = Weight.of(WEIGHT, torch.tensor(tokens, dtype=torch.int64))
-        added = program.replace(weights=program.weights.adding(weight))
-        return Outcome(with_draft(added, self.made(weight=WEIGHT)), 1)
+    held: ClassVar[str] = "trigrams"

@@ -156,3 +156,27 @@ def read_tokens(owner: str, path: Path, vocabulary: int) -> list[int]:
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+class CorpusPass(RecordPass):
+    """Base of passes whose drafter may begin with a corpus, which their record's `weight` names.
+
+    path: a text file, a .jsonl file or a .json file of token ids; "": none. held: the weight.
+    """
+
+    held: ClassVar[str]
+    path: str = ""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (self.path,) if self.path else ()
+
+    def run(self, program: Program) -> Outcome:
+        if not self.path:
+            return Outcome(with_draft(program, self.made()), 1)
+        if self.held in program.weights:
+            raise PassError(f"{self.name}: the program has a weight {self.held!r} already")
+        tokens = corpus_tokens(self.name, Path(self.path), program)
+        weight = Weight.of(self.held, torch.tensor(tokens, dtype=torch.int64))
+        added = program.replace(weights=program.weights.adding(weight))
+        return Outcome(with_draft(added, self.made(weight=self.held)), 1)

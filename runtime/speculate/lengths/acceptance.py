@@ -7,35 +7,28 @@ that it works with any drafter and costs one small product.
 
 from __future__ import annotations
 
-import numpy as np
+from typing import ClassVar
 
-from ....ir.execution.executable import Executable
+import numpy as np
+import numpy.typing as npt
+import torch
+
 from ....ir.plan import AcceptanceLength
-from ...feeding.draft import VerifiedStep
-from ..last_state import LastState
 from .base import LENGTHS
-from .depths import SequenceDepths
+from .depths import AskedDepths
 
 
 @LENGTHS.register(AcceptanceLength)
-class AcceptancePolicy(SequenceDepths):
+class AcceptancePolicy(AskedDepths):
     """The first level after which some token is rejected with more than the threshold's chance is
-    the last one. Of the prompt nothing is asked: the first draft is as long as it may be."""
+    the last one."""
 
     record: AcceptanceLength
+    said: ClassVar[str] = "accepted"
 
-    def __init__(self, record: AcceptanceLength, executable: Executable, batch: int) -> None:
-        super().__init__(record, executable, batch)
-        self.wants = (record.output,)
-        self.depths = np.full(batch, record.levels)
-        self.last = LastState(record.output, batch)
-
-    def observe(self, taken: VerifiedStep, drafting: float, step: float) -> None:
-        """Ask the head about the state that each sequence's last token was chosen from."""
-        self.last.observe(taken)
-        inputs = {"hidden": self.last.get()[1]}
-        odds = self.executable.run(self.record.function, inputs, ("accepted",))["accepted"]
-        whole = odds[:, 0].float().sigmoid().cumprod(-1).cpu().numpy()
+    def deep(self, said: torch.Tensor) -> npt.NDArray[np.int64]:
+        whole = said.sigmoid().cumprod(-1).cpu().numpy()
         # P(any rejected) = 1 - the chance that all so far are accepted.
         going = whole >= 1 - self.record.threshold
-        self.depths = np.minimum(1 + going.sum(-1), self.record.levels)
+        depths: npt.NDArray[np.int64] = np.minimum(1 + going.sum(-1), self.record.levels)
+        return depths
