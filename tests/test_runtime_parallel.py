@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -212,8 +213,9 @@ def test_drafters_learn_to_read_masks(drafter: Pass, changed: str, tmp_path: Pat
     states: list[Any] = []
     options = {"steps": 60, "batch": 6, "window": 24, "own": 0.0, "rate": 1e-2}
     done = fit(model, TEXT, out=tmp_path, progress=states.append, **options)
-    hits = [state.hits for state in states if state.hits]
-    assert len(hits[0]) == 3 and sum(hits[-1][1:]) > sum(hits[0][1:]) + 0.1
+    assert {len(state.hits) for state in states if state.hits} == {3}
+    losses = [state.loss for state in states if not math.isnan(state.loss)]
+    assert sum(losses[-5:]) / 5 < 0.7 * losses[0]
     after = done.model.program.weights
     moved = {n for n, w in program.weights.items() if not torch.equal(w.load(), after[n].load())}
     assert all(name.startswith((changed, "parallel.")) for name in moved)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...ir.execution.analysis import blocks_of
 from ...ir.execution.executable import Executable
-from ...ir.plan import FullDepth
+from ...ir.plan import FullDepth, untrained
 from ..asking.text import Text
 from ..feeding.feed import Feeder, StepFeed
 from ..feeding.outputs import Outputs
@@ -51,8 +51,8 @@ def policy_of(executable: Executable) -> DepthPolicy:
     """What carries out a plan's depth record: all layers while it is untrained. Errors:
     `UnsupportedError`."""
     record = executable.program.plan.depth
-    found = DEPTHS.find(record)
-    return found(record, executable) if record.acts else DepthPolicy(record, executable)
+    found = DepthPolicy if untrained([record]) else DEPTHS.find(record)
+    return found(record, executable)
 
 
 __all__ = ["DEPTHS", "DepthPolicy", "StepFeed", "policy_of"]
