@@ -11,6 +11,7 @@ import graftwork as gw
 from graftwork import choosing
 from graftwork.choosing import AUTO, joined, prompts_of
 from graftwork.cli.demo import demo_folder
+from graftwork.cli.open_model import with_settings
 from graftwork.ir import InputError
 from graftwork.recipe import Recipe
 from graftwork.report import Cost
@@ -73,6 +74,11 @@ def test_what_is_no_number_is_refused_before_the_slow_part() -> None:
         gw.optimize("no such folder", "int8", minutes=3)
     with pytest.raises(InputError, match="neither validate nor work"):
         gw.optimize("no such folder", AUTO, validate=True)
+
+
+def test_other_commands_take_what_it_chose() -> None:
+    with pytest.raises(InputError, match="optimize MODEL --recipe auto --out DIR once"):
+        with_settings(AUTO, ["draft_suffix.tokens=3"])
 
 
 def test_prompts_are_beginnings_of_texts_among_all_of_them() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..artifact.saved import is_saved
 from ..backends.cached_library import SHARED, begin
+from ..choosing import AUTO
 from ..hub.download import local
 from ..ir import InputError, ModelInfo
 from ..model import Model, as_target, load
@@ -18,6 +19,11 @@ from ..recipe import Recipe
 
 def with_settings(recipe: str, settings: Sequence[str]) -> Recipe:
     """Load a recipe by name or path and apply --set options."""
+    if recipe == AUTO:
+        raise InputError(
+            f"the recipe {AUTO!r} is chosen by measuring, and has no options: run graftwork "
+            f"optimize MODEL --recipe {AUTO} --out DIR once, and give DIR"
+        )
     return Recipe.load(recipe).with_options(settings)
 
 
