@@ -65,9 +65,16 @@ def choose(
     allowed, given = limits(tolerance, minutes)
     if reason := why_not(plain):
         raise InputError(f"recipe {AUTO!r} measures a model beside its variants: {reason}")
-    prompts = prompts_of(read_corpus(SAMPLE if text is None else text, plain.program))
+    documents = read_corpus(SAMPLE if text is None else text, plain.program)
+    prompts = prompts_of(documents, plain.program.info.context)
     end, notes = time.monotonic() + 60 * given, list[str]()
-    tried = [Trial(Recipe.load("baseline"), plain, 1.0)]
+    base, lost = Trial(Recipe.load("baseline"), plain, 1.0), dict[str, float]()
+
+    def better(best: Trial, trial: Trial, gain: float) -> Trial:
+        """Of two, of which the other's model is not kept: several take a lot of memory."""
+        won, other = (trial, best) if trial.speed > gain * best.speed else (best, trial)
+        lost[other.recipe.name] = other.speed
+        return won
 
     def attempts(recipes: Iterable[Recipe]) -> Iterable[tuple[Recipe, Model]]:
         for recipe in recipes:
@@ -86,14 +93,14 @@ def choose(
             said = f"{cost.ratio:.3f} +- {cost.error:.3f} of the model's perplexity"
             notes.append(f"{recipe.name} has {said}, and {1 + allowed:g} is tolerated")
             continue
-        tried.append(Trial(recipe, made, pace(made, plain, prompts), cost))
-    base = max(tried, key=lambda trial: trial.speed)
+        base = better(base, Trial(recipe, made, pace(made, plain, prompts), cost), 1.0)
+    best = base
     for recipe, made in attempts(joined(Recipe.load(name), base.recipe) for name in DRAFTS):
         speed = base.speed * pace(made, base.model, prompts)
-        tried.append(Trial(recipe, made, speed, base.cost))
-    best = max(tried, key=lambda trial: trial.speed / (1 if trial is base else WORTH))
-    others = sorted((t for t in tried if t is not best), key=lambda trial: -trial.speed)
-    came = ", ".join(f"{other.recipe.name} {other.speed:.2f}" for other in others)
+        trial = Trial(recipe, made, speed, base.cost)
+        best = better(best, trial, WORTH if best is base else 1.0)
+    others = sorted(lost.items(), key=lambda item: -item[1])
+    came = ", ".join(f"{name} {speed:.2f}" for name, speed in others) or "nothing"
     where = f"{len(prompts)} texts x {TOKENS} tokens"
     best.model.tell(
         best.cost and best.cost.model_copy(update={"speed": best.speed}),
@@ -132,12 +139,14 @@ def joined(recipe: Recipe, weights: Recipe) -> Recipe:
     return replace(recipe, name=name, title=both, passes=passes)
 
 
-def prompts_of(documents: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Beginnings of texts, evenly among them: up to half of each. Of fewer, longer texts parts."""
+def prompts_of(documents: Sequence[Sequence[int]], context: int) -> list[list[int]]:
+    """Beginnings of texts, evenly among them: up to half of each. Of fewer, longer texts parts.
+    context: tokens that a text may have."""
+    size = min(2 * PROMPT, context)
     parts = [
-        list(document[start : start + 2 * PROMPT])
+        list(document[start : start + size])
         for document in documents
-        for start in range(0, len(document), 2 * PROMPT)
+        for start in range(0, len(document), size)
     ]
     parts = [part for part in parts if len(part) >= 2] or parts
     step = max(1, len(parts) // TEXTS)

@@ -82,13 +82,14 @@ def test_other_commands_take_what_it_chose() -> None:
 
 
 def test_prompts_are_beginnings_of_texts_among_all_of_them() -> None:
-    assert prompts_of([list(range(10)), [7]]) == [[0, 1, 2, 3, 4]]
-    assert prompts_of([[7]]) == [[7]]
-    many = prompts_of([[n] * 6 for n in range(60)])
+    assert prompts_of([list(range(10)), [7]], 4096) == [[0, 1, 2, 3, 4]]
+    assert prompts_of([[7]], 4096) == [[7]]
+    many = prompts_of([[n] * 6 for n in range(60)], 4096)
     assert many == [[n] * 3 for n in range(0, 60, 10)]
-    parts = prompts_of([list(range(3000))])
+    parts = prompts_of([list(range(3000))], 4096)
     assert [part[0] for part in parts] == [512 * n for n in range(6)]
     assert [len(part) for part in parts] == [256] * 5 + [220]
+    assert [len(part) for part in prompts_of([list(range(90))], 40)] == [20, 20, 5]
 
 
 def test_joined_passes_say_both() -> None:
