@@ -1,8 +1,9 @@
 """transformers' own tests of generation, with a `Model` as the client.
 
-transformers tests every architecture by the cases of its `GenerationTesterMixin` and of the tests
-of decoding beside it, which its wheel does not bring. These are the same cases, written after
-their names, on models with real caches; what is compared is the model's own `generate`.
+transformers tests every architecture by the cases of its `GenerationTesterMixin`
+(`tests/test_generation_mixin.py`) and by tests of decoding beside it, which its wheel does not
+bring. These are such cases, written after their names, on models with real caches; what is
+compared is the model's own `generate`.
 
 | case of transformers | here |
 |---|---|
@@ -19,9 +20,8 @@ their names, on models with real caches; what is compared is the model's own `ge
 | torch_fx, float16 and bfloat16 smoke tests | test_dtypes |
 | iterator streamers | test_streamers |
 
-Not tried: beams and `inputs_embeds` (tests of their own), `past_key_values` and attentions (refused
-by name, `tests/test_keywords.py`), static and quantized caches (a recipe's), contrastive search,
-DoLa and constraints (which transformers itself has no more).
+Not tried: `past_key_values` and attentions (refused by name, `tests/test_keywords.py`), contrastive
+search, DoLa and constraints (which transformers itself has no more).
 """
 
 from __future__ import annotations
