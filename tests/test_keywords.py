@@ -27,6 +27,7 @@ from keyword_cases import (
     all_keywords,
     table,
 )
+from noisy import Multinomial
 from runtime_models import Recorder, TableExecutable, program
 from small_llama import small_llama
 from tokenizers import Tokenizer, decoders, models
@@ -45,7 +46,6 @@ from graftwork.runtime import Generated, generate
 from graftwork.runtime.asking.keywords import GenerateOptions
 from graftwork.runtime.asking.options import SUPPORTED
 from graftwork.runtime.asking.other_keywords import INSTEAD
-from graftwork.runtime.speculate.sampling import Chances
 
 DRAFT = SuffixDraft(tokens=4, shortest=1)
 ELSEWHERE = {"decoder_input_ids", "decoder_start_token_id", "decoder_attention_mask"}
@@ -176,25 +176,18 @@ def test_samples_are_those_of_transformers(
     model: Any, tokenizer: Any, case: Case, monkeypatch: Any
 ) -> None:
     """With one way of drawing a token in both."""
-    random = torch.Generator()
-
-    def multinomial(probs: torch.Tensor, num_samples: int) -> torch.Tensor:
-        order = probs.argsort(-1, descending=True) if case.name == "top_k" else None
-        ordered = probs if order is None else probs.gather(1, order)
-        drawn = Chances(ordered.numpy(), None if order is None else order.numpy())
-        return torch.tensor(drawn.draw(random))[:, None]
-
-    monkeypatch.setattr(torch, "multinomial", multinomial)
+    drawing = Multinomial()
+    monkeypatch.setattr(torch, "multinomial", drawing)
     ids, theirs, ours = keywords_of(case, tokenizer)
     theirs["eos_token_id"] = ours["eos_token_id"] = (
         None  # transformers draws for finished ones, too
     )
     differs = False
     for seed in range(2):
-        random.manual_seed(seed)
+        drawing.manual_seed(seed)
         expected = model.generate(ids, **theirs).tolist()
         assert generate(executable(model, None), ids, **ours, seed=seed).tolist() == expected
-        random.manual_seed(seed)
+        drawing.manual_seed(seed)
         free = plain_text(model, None if case.name == "do_sample" else seed)
         differs = differs or free != expected
     assert differs, "the case shows nothing"

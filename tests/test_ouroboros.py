@@ -18,7 +18,7 @@ from tiny import MASK, PROMPTS, named, tiny_llama
 
 from graftwork.backends import Target, compile
 from graftwork.ir import InputError, PassError
-from graftwork.ir.plan import Chain, StaticTree
+from graftwork.ir.plan import Chain, Lossless, Rejection, StaticTree
 from graftwork.passes.drafting import ouroboros
 from graftwork.passes.drafting.ouroboros import (
     LengthenedDraft,
@@ -149,10 +149,12 @@ def test_longer_drafts_are_kept():
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 3, "top_p": 0.95, "temperature": 1.3}], ids=str)
-@pytest.mark.parametrize("size", [(1, 160), (4, 60)], ids=str)
-def test_samples_follow_the_models_distribution(size, options):
+@pytest.mark.parametrize(
+    ("size", "verify"), [((1, 160), Rejection()), ((4, 60), Rejection()), ((4, 60), Lossless())]
+)
+def test_samples_follow_the_models_distribution(size, verify, options):
     draft = LengthenedDraft((DRAFT, PhrasesDraft(tokens=2, pool=3, phrases=2)))
-    held = program(VOCAB, draft=draft, tree=Chain(depth=1))
+    held = program(VOCAB, draft=draft, tree=Chain(depth=1), verify=verify)
     found, accepted, drafted = texts_drawn(
         TableExecutable(RULE, held), PROMPT, LENGTH, size, options
     )
@@ -172,7 +174,7 @@ def test_wrong_distributions_show(monkeypatch):
 
     monkeypatch.setattr(ouroboros, "lengthened", lying)
     draft = LengthenedDraft((DRAFT, PhrasesDraft(tokens=2, pool=3, phrases=2)))
-    held = program(VOCAB, draft=draft, tree=Chain(depth=1))
+    held = program(VOCAB, draft=draft, tree=Chain(depth=1), verify=Rejection())
     found, _, _ = texts_drawn(TableExecutable(RULE, held), PROMPT, LENGTH, (300, 4), {})
     with pytest.raises(AssertionError):
         assert_distributed(found, exact({}))

@@ -1,4 +1,5 @@
-"""Chains under sampling: drafted tokens are sampled, and the verifier is told from what."""
+"""Chains under sampling: drafted tokens are sampled, by the noise of their places or by numbers of
+their own, of which the verifier is told."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import itertools
 import json
 import shutil
 from collections import Counter
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from tiny import tiny_llama
 import graftwork as gw
 from graftwork.backends import compile
 from graftwork.backends.target import Target
-from graftwork.ir.plan import Chain
+from graftwork.ir.plan import Chain, Lossless, Record, Rejection
 from graftwork.passes import Pass
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_model import DraftModel
@@ -47,25 +49,28 @@ WARPED: list[dict[str, Any]] = [{"top_k": 0}, {"top_k": 5, "top_p": 0.9, "temper
 @pytest.mark.parametrize("options", WARPED, ids=["whole", "warped"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_draft_equal_to_the_target_is_accepted_whole(name: str, options: dict[str, Any]) -> None:
-    """min(1, p / q) is 1 where q is p, after the same temperature and filters."""
+    """The same noise has the same winner where q is p, after the same temperature and filters."""
     executable = compile(drafting(*DRAFTERS[name], start=with_itself()), EAGER)
     result = decode(executable, PROMPTS, 1 + 6 * 4, do_sample=True, seed=3, **options)
     assert (result.stats.steps, result.stats.accepted_tokens) == (6, 6 * 3 * len(PROMPTS))
 
 
 @pytest.mark.long
-def test_as_much_is_kept_as_the_distributions_overlap() -> None:
-    """Of the best token only as much would be as the target gives it."""
+@pytest.mark.parametrize("verify", [Rejection(), Lossless()], ids=str)
+def test_as_much_is_kept_as_the_distributions_overlap(verify: Record) -> None:
+    """Of the best token only as much would be as the target gives it. Rejection keeps the overlap,
+    1 - d; shared noise (1 - d) / (1 + d) at least, and no more than that."""
     target, draft = markov(6, seed=1), markov(6, seed=2)
-    model = program(6, draft=RuleDraft(draft), tree=Chain(depth=1))
+    model = program(6, draft=RuleDraft(draft), tree=Chain(depth=1), verify=verify)
     executable = TableExecutable(target, model)
     drafted = kept = 0
-    overlaps, shares = [], []
+    overlaps, shares, least = [], [], []
     for before, last in itertools.product(range(6), repeat=2):
         p, q = (
             theirs_warped(rule((before, last))[None], {"top_k": 50})[0] for rule in (target, draft)
         )
         overlaps.append(float(torch.minimum(p, q).sum()))
+        least.append(overlaps[-1] / (2 - overlaps[-1]))
         shares.append(float(p[q.argmax()]))
         result = generate(
             executable,
@@ -79,7 +84,10 @@ def test_as_much_is_kept_as_the_distributions_overlap() -> None:
         kept += result.stats.accepted_tokens
     overlap, share = sum(overlaps) / len(overlaps), sum(shares) / len(shares)
     assert overlap > share + 0.2
-    assert kept / drafted > (overlap + share) / 2
+    bound = overlap if verify == Rejection() else sum(least) / len(least)
+    # Texts come to some contexts more often than to others.
+    assert bound - 0.05 < kept / drafted < overlap + 0.05
+    assert kept / drafted > (share + bound) / 2
 
 
 @pytest.mark.parametrize(
@@ -110,7 +118,7 @@ def test_samples_follow_the_targets_distribution(more: tuple[Pass, ...]) -> None
 def test_a_chain_in_the_step_is_sampled_where_sampling_decides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same draws as level by level, and each token says what it was sampled from."""
+    """The same draws as level by level, and the text is that of plain decoding."""
     seen: list[Any] = []
     propose = GeneralRound.propose
 
@@ -124,7 +132,25 @@ def test_a_chain_in_the_step_is_sampled_where_sampling_decides(
     for more in ((), (UnrollDraft(),), (UnrollDraft(), FuseDraft())):
         executable = compile(drafting(DraftEagle(), *more), EAGER)
         texts.append(decode(executable, PROMPTS, 16, do_sample=True, seed=3).sequences)
-    assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])
+    plain = compile(executable.program.replace(plan=executable.program.plan.undrafted()), EAGER)
+    texts.append(decode(plain, PROMPTS, 16, do_sample=True, seed=3).sequences)
+    assert all(torch.equal(texts[0], text) for text in texts)
+    assert seen and all(draft.probs is None and draft.parents is None for draft in seen)
+
+
+def test_rejection_is_told_what_chains_were_sampled_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    propose = GeneralRound.propose
+
+    def noting(this: GeneralRound) -> Any:
+        drafts = propose(this)
+        seen.extend(draft for draft in drafts if draft.tokens)
+        return drafts
+
+    monkeypatch.setattr(GeneralRound, "propose", noting)
+    made = drafting(DraftEagle())
+    told = made.replace(plan=replace(made.plan, verify=Rejection()))
+    decode(compile(told, EAGER), PROMPTS, 16, do_sample=True, seed=3)
     for draft in seen:
         assert draft.probs is not None and draft.probs.shape == (len(draft.tokens), 32)
         rows = draft.probs[range(len(draft.tokens)), list(draft.tokens)]
@@ -147,7 +173,7 @@ def cut(layers: int, folder: Path) -> Path:
 
 @pytest.mark.long
 def test_half_of_the_demo_model_drafts_well_under_sampling(tmp_path: Path) -> None:
-    """Without training: 1.96 tokens a step where argmax drafts gave 1.34."""
+    """Without training: 1.71 tokens a step; by rejection 1.96, argmax drafts 1.34."""
     source = Path(str(files("graftwork") / "demo_model"))
     recipe = gw.Recipe.load("draft_model").with_options([f"draft_model.model={cut(3, tmp_path)}"])
     model = gw.optimize(str(source), recipe, target="eager")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
+from noisy import Multinomial
 from runtime_models import TableExecutable, program
 from selection import one_in
 from small_llama import small_llama
@@ -12,7 +12,6 @@ from transformers.generation import StoppingCriteria
 
 from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.runtime import generate
-from graftwork.runtime.speculate.sampling import Chances
 
 VOCAB, END = 24, 5
 DRAFTS = [None, SuffixDraft(tokens=4, shortest=1)]
@@ -96,19 +95,11 @@ def test_inferred_padding(model, draft):
 )
 def test_samples_are_the_same_draws(model, options, monkeypatch):
     """With one way of drawing a token in both, the sampled texts are equal."""
-    generator = torch.Generator()
-    best_first = bool(options.get("top_k", 50) and options.get("top_k", 50) < VOCAB)
-
-    def multinomial(probs, num_samples):
-        # Ours draws from the candidates of a top-k, best first, and else by token id.
-        order = probs.argsort(-1, descending=True).numpy() if best_first else None
-        ordered = np.take_along_axis(probs.numpy(), order, 1) if best_first else probs.numpy()
-        return torch.tensor(Chances(ordered, order).draw(generator))[:, None]
-
-    monkeypatch.setattr(torch, "multinomial", multinomial)
+    drawing = Multinomial()
+    monkeypatch.setattr(torch, "multinomial", drawing)
     given = {"do_sample": True, "max_new_tokens": 16, "eos_token_id": None, **options}
     for seed in range(3):
-        generator.manual_seed(seed)
+        drawing.manual_seed(seed)
         expected = model.generate(**batch(), **given)
         found = generate(executable(model, None), **batch(), **given, seed=seed)
         assert torch.equal(found, expected)

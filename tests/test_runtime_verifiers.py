@@ -220,8 +220,10 @@ def test_deeper_levels_keep_the_distribution(verify):
         for a, b, c in zip(first, second, third, strict=True)
     ]
     results = judged(verify, logits, drafts, {})
+    # Which of two twins is on the path depends on what follows them.
+    apart = [v for v, draft in zip(results, drafts, strict=True) if len({*draft.tokens[:2]}) == 2]
     for node in (0, 1):
-        reached = [verdict.tokens for verdict in results if node in verdict.path]
+        reached = [verdict.tokens for verdict in apart if node in verdict.path]
         drawn = Counter((tokens[1],) for tokens in reached)
         p = logits[node + 1].softmax(-1)
         assert len(reached) > 150

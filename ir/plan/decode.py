@@ -33,6 +33,13 @@ class DecodePlan:
         """Whether anything drafts."""
         return self.draft != NoDraft()
 
+    @property
+    def coupled(self) -> bool:
+        """Whether sampled drafts are drawn by the noise that draws the text, which then does not
+        depend on them."""
+        told = any(leaf.samples for leaf in self.draft.leaves)
+        return not (self.tree.samples or self.verify.told or told)
+
     def undrafted(self) -> DecodePlan:
         """The plan without drafts and with lossless verification: the target alone."""
         return replace(self, draft=NoDraft(), tree=Chain(), length=FixedLength(), verify=Lossless())

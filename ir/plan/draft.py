@@ -31,7 +31,8 @@ class DraftRecord(Record):
     can draft for another drafter. in_turn: a later part is asked where the earlier ones have no
     draft. goes_on: predicts from the states that another drafter makes. whole_path: from the states
     of all nodes on the path, not only of the last. in_parts: runs parts of the step, which must be
-    cut. unrolls: one call of a function can make its levels (`unroll_draft`).
+    cut. samples: tells what its drafts were sampled from, when sampling, whatever the tree is.
+    unrolls: one call of a function can make its levels (`unroll_draft`).
     """
 
     slot: ClassVar[str] = "draft"
@@ -48,6 +49,7 @@ class DraftRecord(Record):
     whole_path: ClassVar[bool] = False
     in_parts: ClassVar[bool] = False
     unrolls: ClassVar[bool] = False
+    samples: ClassVar[bool] = False
 
     @property
     def core(self) -> DraftRecord | None:

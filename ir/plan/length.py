@@ -33,6 +33,11 @@ class LengthRecord(Record):
     gives_up: ClassVar[bool] = False
     judges: ClassVar[bool] = False
 
+    @property
+    def steady(self) -> LengthRecord:
+        """The same without what depends on measured time."""
+        return self
+
 
 @record
 class FixedLength(LengthRecord):
@@ -150,6 +155,10 @@ class GoodputLength(LengthRecord):
     of: Filled[LengthRecord] = FixedLength()
     kind: ClassVar[str] = "goodput"
     gives_up: ClassVar[bool] = True
+
+    @property
+    def steady(self) -> LengthRecord:
+        return self.of
 
     def check(self) -> None:
         if self.of.gives_up:

@@ -20,7 +20,8 @@ class VerifyRecord(Record):
     """Base of verification records.
 
     siblings: it differs from `Lossless` only on siblings that were sampled independently of each
-    other. lone: whether without a draft it keeps what the target itself chooses.
+    other. lone: whether without a draft it keeps what the target itself chooses. told: whether it
+    must be told what sampled chains were sampled from; else they are drawn as the text is.
     """
 
     slot: ClassVar[str] = "verify"
@@ -29,13 +30,31 @@ class VerifyRecord(Record):
     requires: ClassVar[frozenset[str]] = frozenset({"drafts"})
     siblings: ClassVar[bool] = False
     lone: ClassVar[bool] = True
+    told: ClassVar[bool] = False
 
 
 @record
 class Lossless(VerifyRecord):
-    """Keep the target's distribution: argmax agreement when greedy, rejection when sampling."""
+    """Keep the target's distribution: argmax agreement when greedy. When sampling, the noise of a
+    place says which token comes there, and chains are drawn by the same noise: with a seed the text
+    is the same whatever is drafted. Trees that are sampled otherwise are judged by rejection."""
 
     kind: ClassVar[str] = "lossless"
+    contract: ClassVar[Contract] = Contract.LOSSLESS
+
+
+@policy
+class Rejection(VerifyRecord):
+    """Keep the target's distribution, when sampling by rejection, whatever drafts: a chain then
+    says what it was sampled from (speculative sampling).
+
+    It keeps more of a chain than `Lossless`: 1 - d of a token, d being the distance of draft and
+    target, where that keeps (1 - d) / (1 + d) or more; but with a seed the text depends on what was
+    drafted, and how far (Leviathan et al. 2023; Chen et al. 2023).
+    """
+
+    kind: ClassVar[str] = "rejection"
+    told: ClassVar[bool] = True
     contract: ClassVar[Contract] = Contract.LOSSLESS
 
 

@@ -244,6 +244,11 @@ class GenerationOptions:
         """Whether the target's best token is always the one that is kept."""
         return not (self.do_sample or self.reshapes_logits)
 
+    @property
+    def repeats(self) -> bool:
+        """Whether sampled texts are asked for that a seed says."""
+        return self.do_sample and not (self.seed is None and self.generator is None)
+
     def random(self) -> torch.Generator | None:
         """The generator to draw from; None is torch's global one.
 

@@ -65,7 +65,8 @@ class Decoding:
         self.own = request.own
         self.depth = policy_of(executable)
         self.cache = CACHES.find(plan.cache)(plan.cache, executable)
-        self.length = LENGTHS.find(plan.length)(plan.length, executable, batch)
+        length = plan.length if plan.coupled or not options.repeats else plan.length.steady
+        self.length = LENGTHS.find(length)(length, executable, batch)
         fed, read = plan.step.fed(options.by_argmax), plan.step.read(options.by_argmax)
         if request.pictures:
             read = Pictures.function(read[0]), read[1]
@@ -78,12 +79,13 @@ class Decoding:
         same = read == fed and parts == plan.step.parts
         self.reader = self.feeder if same else Feeder(executable, batch, *read, parts=parts)
         self.ahead = Feeder(executable, batch, ahead) if ahead else None
-        setting = Setting(executable, options, self.length, self.feeder, self.texts)
-        self.drafter = drafter_for(plan.draft, setting)
         trait = BEAMS if options.beams else SAMPLING if options.do_sample else GREEDY
         verifier = VERIFIERS.find(plan.verify, trait)
         self.verifier = verifier(plan.verify, program, options, batch)
         self.verifier.begin(request)
+        noise = self.verifier.noise if plan.coupled else None
+        setting = Setting(executable, options, self.length, self.feeder, self.texts, noise)
+        self.drafter = drafter_for(plan.draft, setting)
         if options.beams:  # the search ends them
             self.stopping = Stopping(GenerationOptions(eos_token_id=()), program.info)
         wanted = (*self.verifier.fetch, *self.drafter.wants, *self.length.wants)

@@ -10,13 +10,16 @@ from ..asking.options import GenerationOptions
 from ..asking.text import Text
 from ..feeding.feed import Feeder
 from .lengths.base import LengthPolicy
+from .noise import Noise
 
 
 class Setting(NamedTuple):
-    """One generation. length: bounds growing drafts. feeder, texts: of the target."""
+    """One generation. length: bounds growing drafts. feeder, texts: of the target. noise: by which
+    the target's tokens are drawn, where drafts are drawn by it, too; None: they are not."""
 
     executable: Executable
     options: GenerationOptions
     length: LengthPolicy
     feeder: Feeder | None = None
     texts: Sequence[Text] = ()
+    noise: Noise | None = None

@@ -36,6 +36,7 @@ class SpeculativeJacobiDraft(JacobiDraft):
     """
 
     kind: ClassVar[str] = "speculative_jacobi"
+    samples: ClassVar[bool] = True
 
 
 @DRAFTERS.register(SpeculativeJacobiDraft)

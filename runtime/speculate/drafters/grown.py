@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ....ir.plan import DraftRecord
 from ...feeding.draft import NO_DRAFT, Draft
+from ..noise import DraftNoise
 from ..proposers.base import PROPOSERS
 from ..setting import Setting
 from ..trees.base import TREES
@@ -19,7 +20,9 @@ class GrownDrafter(Drafter):
         super().__init__(record, setting)
         tree = self.executable.program.plan.tree
         self.proposer = self.follower = PROPOSERS.find(record)(record, setting)
+        noise = None if setting.noise is None else DraftNoise(setting.noise, setting.texts)
         self.tree, self.length = TREES.find(tree)(tree, self.options), setting.length
+        self.tree.noise = noise
         self.wants, self.reads = self.proposer.wants, self.proposer.reads
 
     def propose(self, rooms: Sequence[int]) -> list[Draft]:

@@ -13,6 +13,7 @@ from ...feeding.draft import Draft
 from ...registry import Registry
 from ..lengths.base import LengthPolicy
 from ..level import Level
+from ..noise import DraftNoise
 from ..proposers.base import Proposer
 from ..sampling import Chances, warp
 
@@ -23,9 +24,12 @@ PLAIN = GenerationOptions()
 class TreePolicy(ABC):
     """Grows drafts out of a proposer's predictions, level by level.
 
-    options: how tokens are drawn where the record samples.
+    options: how tokens are drawn where the record samples. noise: by which a chain's are, if that
+    is the target's own.
     Register a subclass with ``@TREES.register(ItsRecord)`` in its own file of this folder.
     """
+
+    noise: DraftNoise | None = None
 
     def __init__(self, record: Any, options: GenerationOptions = PLAIN) -> None:
         self.record, self.options = record, options

@@ -33,7 +33,7 @@ class WidenedChainPolicy(TreePolicy):
         levels: list[list[list[int]]] = []
         given: list[torch.Tensor | None] = []
         count = max(record.counts)
-        for level, tokens, probs in grown(proposer, limits, length, count, self.options):
+        for level, tokens, probs in grown(self, proposer, limits, length, count):
             levels.append(self._worthwhile(level, tokens))
             given.append(probs)
         return [

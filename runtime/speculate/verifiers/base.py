@@ -10,6 +10,7 @@ from ....ir import Program
 from ...asking.options import GenerationOptions
 from ...asking.request import Request
 from ...registry import Registry
+from ..noise import Noise
 from ..sampling import Scorer, StepToVerify
 
 GREEDY, SAMPLING, BEAMS = "greedy", "sampling", "beams"
@@ -33,14 +34,16 @@ class Verifier(ABC):
     brings ``logits``. takes_argmax: whether a sequence that nothing was drafted for gains the
     step's ``argmax``. beyond: how many levels of a draft it asks for beyond those that it may
     accept. parents: of the last step, by sequence, the one whose text it goes on from; None: its
-    own. Register a subclass with ``@VERIFIERS.register(ItsRecord, GREEDY or SAMPLING)`` in its own
-    file of this folder.
+    own. noise: by which a text's tokens are drawn, place by place; None: they are drawn otherwise,
+    or not at all. Register a subclass with ``@VERIFIERS.register(ItsRecord, GREEDY or SAMPLING)``
+    in its own file of this folder.
     """
 
     fetch: tuple[str, ...] = ("logits",)
     takes_argmax: bool = False
     beyond: ClassVar[int] = 0
     parents: Sequence[int] | None = None
+    noise: Noise | None = None
 
     def __init__(
         self, record: Any, program: Program, options: GenerationOptions, batch: int

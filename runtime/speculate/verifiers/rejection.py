@@ -1,35 +1,42 @@
-"""Verification under sampling: speculative rejection, which keeps the target's distribution."""
+"""Verification under sampling: tokens drawn by place, and speculative rejection; both keep the
+target's distribution."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from ....ir import Program
-from ....ir.plan import Lossless
+from ....ir.plan import Lossless, Rejection
 from ...asking.options import GenerationOptions
 from ...feeding.draft import Draft
-from ..points import Points
+from ..noise import Noise
 from ..sampling import Array, Chances, StepToVerify
-from .base import NOTHING_GAINED, SAMPLING, VERIFIERS, Verdict, Verifier
+from .base import GREEDY, NOTHING_GAINED, SAMPLING, VERIFIERS, Verdict, Verifier
+from .greedy import GreedyVerifier
+
+VERIFIERS.register(Rejection, GREEDY)(GreedyVerifier)
 
 
+@VERIFIERS.register(Rejection, SAMPLING)
 @VERIFIERS.register(Lossless, SAMPLING)
 class RejectionVerifier(Verifier):
-    """Accept draft token x with probability min(1, p(x)/q(x)), else go on with norm(max(p - q, 0)).
+    """Draw each token from p by the noise of its place, and keep the children that have it; of a
+    draft that says what it was sampled from, q, accept token x with probability min(1, p(x)/q(x)),
+    else go on with norm(max(p - q, 0)).
 
-    p is the target's distribution after all the user's options, q the draft's. After a rejection
-    the next sibling is tried against what is left of p; when none is left, a token is sampled from
-    it. Of siblings that were sampled without replacement a rejected one leaves q too. A draft
-    without `probs` is deterministic: a token is sampled from p by the number of its place, and
-    where a child has it, it is accepted: as often as by rejection, with p(x), and the text is the
-    same, for one seed, whatever was drafted. After a path that is accepted whole, one more token is
-    sampled from p. Each token is distributed as the target's own sampling, whatever the draft.
-    Sources: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023);
+    p is the target's distribution after all the user's options. A draft without `probs` was not
+    sampled, or by the same noise (see `noise`): the text is the same, for one seed, whatever was
+    drafted. What was not sampled is kept with p(x), as by rejection. With `probs`, after a
+    rejection the next sibling is tried against what is left of p; when none is left, a token is
+    drawn from it. Of siblings that were sampled without replacement a rejected one leaves q too.
+    After a path that is accepted whole, one more token is drawn from p. Each token is distributed
+    as the target's own sampling, whatever the draft. Sources: Daliri et al., "Coupling without
+    Communication and Drafter-Invariant Speculative Decoding" (2024); rejection: Leviathan et al.,
+    "Fast Inference from Transformers via Speculative Decoding" (2023);
     Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling" (2023);
     siblings: Miao et al., "SpecInfer" (2024); without replacement: Jeon et al., "Recursive
     Speculative Decoding" (2024); without probabilities: Li et al., "EAGLE-2" (2024).
@@ -39,7 +46,7 @@ class RejectionVerifier(Verifier):
         self, record: Any, program: Program, options: GenerationOptions, batch: int
     ) -> None:
         super().__init__(record, program, options, batch)
-        self.points = Points(batch, options.random())
+        self.noise: Noise = Noise(options.random())
 
     def verify(self, step: StepToVerify) -> list[Verdict]:
         drafts = step.drafts
@@ -49,21 +56,18 @@ class RejectionVerifier(Verifier):
         self._weigh(chances, first, drafts)
         verdicts = [NOTHING_GAINED] * len(drafts)
         for index, root in first.items():
-            point = partial(self.points.at, index)
-            place = step.texts[index].generated
-            verdicts[index] = self._walked(chances, root, drafts[index], place, point)
+            where = index, step.texts[index].generated
+            verdicts[index] = self._walked(chances, root, drafts[index], where)
         return verdicts
 
-    def _walked(
-        self, chances: Chances, root: int, draft: Draft, place: int, point: Callable[[int], float]
-    ) -> Verdict:
-        """The verdict on a draft, of which the first token is new token number `place` of its text.
-        Rows of `chances` lose what their rejected children had.
+    def _walked(self, chances: Chances, root: int, draft: Draft, where: tuple[int, int]) -> Verdict:
+        """The verdict on a draft. where: its text, and the place there of its first token. Rows of
+        `chances` lose what their rejected children had.
 
         Siblings that were sampled independently may be the same token: what follows any of them
         was sampled after the same text, and is judged together.
         """
-        sampled = draft.probs is not None
+        sampled, (text, place) = draft.probs is not None, where
         # float64: a draft token may be less likely than float32's finest random number.
         draws = torch.empty(len(draft.tokens) if sampled else 0, dtype=torch.float64)
         random = draws.uniform_(generator=self.options.random()).tolist()
@@ -73,7 +77,7 @@ class RejectionVerifier(Verifier):
             row, token = root + ends[0] + 1, -1
             taken = self._first_taken(chances, row, draft, siblings, random) if sampled else None
             if taken is None:
-                token = chances.token(row, point(place + len(gained)))
+                token = self.noise.winner(chances, row, text, place + len(gained))
                 if not sampled:
                     taken = next((node for node in siblings if draft.tokens[node] == token), None)
             if taken is None and siblings:
