@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from test_own_attention import node
 
+from graftwork.backends.onnxruntime.own_ops import node_name
+from graftwork.backends.own_kernels import zero_of
 from graftwork.backends.torch import native
 from graftwork.ir.ops import all_ops
 from graftwork.ir.ops.grouped_cache import quantize_groups
@@ -34,9 +37,10 @@ def operands(
     extra: str,
     batch: int = 2,
     tokens: int = 5,
+    rows: int = 256,
 ) -> list[Any]:
     outliers, rank, turned, rotated = EXTRAS[extra]
-    rows, groups, group = 256, 2, 32 if all(width % 32 == 0 for width in widths) else 8
+    groups, group = 2, 32 if all(width % 32 == 0 for width in widths) else 8
     generator = torch.Generator().manual_seed(bits + sum(widths))
     stored, factors = [], []
     for width, by_channel in zip(widths, by, strict=True):
@@ -50,13 +54,13 @@ def operands(
         )
         factors += low_rank(0.1 * x, group=group, rank=rank) if rank else (None, None)
     mask = torch.rand(batch, 1, tokens, rows, generator=generator) < 0.6
-    mask[..., 0], mask[0, :, :, 200:] = True, False
+    mask[..., 0], mask[0, :, :, rows - 56 :] = True, False
     angle = torch.rand(1, rows, widths[0] // 2, generator=generator)
     angles = (angle.cos(), angle.sin()) if rotated else (None, None)
     how |= {"keys_by_channel": by[0], "values_by_channel": by[1], "turned": turned}
     how |= {"residual": 64, "block": 32, "scale": widths[0] ** -0.5}
     q = torch.randn(batch, 4, tokens, widths[0], generator=generator)
-    past = torch.tensor([203, 96])[:batch]
+    past = torch.tensor([rows - 53, 96])[:batch]
     given = (q, *stored[0], *stored[1], past, mask, None, None, *factors, *angles)
     return list(OP.declared.bound(*given, **how))
 
@@ -91,6 +95,33 @@ def test_a_row_has_the_same_bits_in_any_company(extra: str, by: tuple[bool, bool
         few = [*given]
         few[0], few[8] = given[0][:, :, some].contiguous(), given[8][:, :, some].contiguous()
         assert torch.equal(kernel(*few), whole[:, :, some]), some
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_a_row_has_the_same_bits_whatever_threads_share_its_cache(extra: str, tokens: int) -> None:
+    """Of a long cache threads share the rows of few tokens; a token has its bits alone, too."""
+    given = operands((64, 64), 3, (True, False), extra, tokens=tokens, rows=1120)
+    alone = [
+        part[:, :, :1].contiguous() if place in (0, 8) else part for place, part in enumerate(given)
+    ]
+    kernel, before, found = native.OPS["attend_grouped"], torch.get_num_threads(), []
+    wanted = meaning(given)
+    try:
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            found.append(kernel(*given))
+            assert torch.equal(kernel(*alone), found[0][:, :, :1])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, found[0]) for one in found)
+    torch.testing.assert_close(found[0], wanted, rtol=1e-5, atol=2e-5 * float(wanted.abs().max()))
+    options = dict(zip(OP.declared.names[-OPTIONS:], given[-OPTIONS:], strict=True))
+    for threads in (1, 2):
+        how = {name: value or zero_of(OP)[name] for name, value in options.items()}
+        said = dict(zip(OP.declared.names, given[:-OPTIONS], strict=False))
+        (other,) = node(node_name(OP), said, **how, threads=threads)
+        assert torch.equal(other, found[0])
 
 
 @pytest.mark.parametrize("by", [(True, False), (False, True)])

@@ -6,31 +6,13 @@
 
 #include "door.h"
 #include "gangs.h"
-#include "grouped_rows.h"
+#include "masked_rows.h"
 #include "query_rows.h"
 #include "stored_rows.h"
 
 using namespace graftwork;
 
 namespace {
-
-// What `graftwork.attend` and its kin have in common: q [B,H,T,D], mask [B,1,T,C] and, unless they
-// are null, bias [B,H,T,C] and sinks [H]; out [B,H,T,E] and, unless it is null, weight [B,H,T]. A
-// softcap of 0 is none. row_bytes: of a key and a value together. turned: keys or values are rows that
-// a Hadamard matrix has turned.
-struct Sizes {
-    int64_t B, H, G, T, C, D, E;
-};
-struct Masked : Sizes {
-    const float* q;
-    const uint8_t* mask;
-    const float *bias, *sinks;
-    float *out, *weight;
-    float scale, softcap;
-    int64_t row_bytes;
-    bool turned_keys, turned_values;
-    int64_t together;  // query rows that read keys and values once
-};
 
 struct Attend {
     const float *q, *k, *v;
@@ -64,29 +46,6 @@ struct AttendQuantized {
     Number scale, softcap;
 };
 
-// Members are those of the op; see `GroupedRows`.
-struct AttendGrouped {
-    const float* q;
-    const uint8_t* k;
-    const uint16_t* k_steps;
-    const float* k_recent;
-    const uint8_t* v;
-    const uint16_t* v_steps;
-    const float* v_recent;
-    const int64_t* past;
-    const uint8_t* mask;
-    const float *bias, *sinks;
-    const uint16_t *k_left, *k_right, *v_left, *v_right;
-    const float *cos, *sin;
-    float* out;
-    Sizes sizes;
-    int64_t R, S, U, N, M, X, Y, A;
-    int64_t bits, group, keys_by_channel, values_by_channel, residual, block;
-    Number scale;
-    int64_t outliers, turned, interleaved;
-    Number softcap;
-};
-
 // `graftwork.quantize_rows`: x [B,G,T,D] as codes and steps.
 struct Rounded {
     const float* x;
@@ -108,20 +67,6 @@ struct Turned {
     float* y;
     int64_t B, G, T, D;
 };
-
-// The results of query rows from first to last, that `make` makes. turned: they are of values that a
-// Hadamard matrix has turned.
-template <class Make>
-void attend_all(
-    const Attention& of, bool turned, int64_t first, int64_t last, const Make& make,
-    int64_t together = TOGETHER) {
-    const auto attend = [&](int64_t, const Query* queries, int64_t count) {
-        attend_rows(of, queries, count);
-        for (int64_t i = 0; turned && i < count; i++)
-            turn_by_hadamard(queries[i].out, of.values.width);
-    };
-    in_gangs(first, last, make, attend, together);
-}
 
 // Bytes of a row of so many numbers.
 int64_t row_bytes(const Stored& stored, int64_t width) {
@@ -265,37 +210,6 @@ struct Tokens {
     }
 };
 
-// caches: calls `attend` with the keys and values of a group.
-template <class Caches>
-void attend_masked(const Masked& of, const Team& team, const Caches& caches) {
-    const int64_t each = of.H / of.G, rows = each * of.T, bytes = of.C * of.row_bytes;
-    const auto part = [&](int64_t group, int64_t first, int64_t last) {
-        static thread_local std::vector<float> space;
-        space.resize(of.together * of.D);
-        const auto make = [&](int64_t row, int64_t i) {
-            const int64_t place = group * rows + row;
-            const uint8_t* const mask = of.mask + (group / of.G * of.T + row % of.T) * of.C;
-            Query query = marked(of.q + place * of.D, mask, of.C);
-            if (of.turned_keys) {
-                float* const turned = space.data() + i * of.D;
-                std::copy(query.values, query.values + of.D, turned);
-                turn_by_hadamard(turned, of.D);
-                query.values = turned;
-            }
-            query.bias = of.bias ? of.bias + place * of.C : nullptr;
-            query.sink = of.sinks ? of.sinks + group % of.G * each + row / of.T : nullptr;
-            query.out = of.out + place * of.E;
-            query.weight = of.weight ? of.weight + place : nullptr;
-            return query;
-        };
-        caches(group, [&](const Rows& keys, const Rows& values) {
-            const Attention shared = {keys, values, of.C, of.scale, of.softcap};
-            attend_all(shared, of.turned_values, first, last, make, of.together);
-        });
-    };
-    in_parts(team, of.B * of.G, rows, bytes, part, 1, of.together);
-}
-
 // Attention over caches that lie as they are read.
 void attend_lying(
     const Masked& of, const Stored& stored, const void* k, const float* k_steps, const void* v,
@@ -311,18 +225,6 @@ Masked masked(const Given& of, float* weight, const Stored& stored) {
     const int64_t bytes = row_bytes(stored, of.sizes.D) + row_bytes(stored, of.sizes.E);
     return {of.sizes, of.q, of.mask, of.bias, of.sinks, of.out, weight, of.scale, of.softcap, bytes,
             stored.turned, stored.turned, TOGETHER};
-}
-
-// The number of rows of a text that are codes (`stored_rows` in ir/ops/grouped_cache.py).
-int64_t coded(const AttendGrouped& of, int64_t past) {
-    if (past < 0 || past > of.sizes.C) check_index(past, of.sizes.C + 1);
-    return past - std::min(past, of.residual + past % of.block);
-}
-
-// Places of rows in a cache's parts that `rows` of a text have.
-template <class T>
-const T* part(const T* all, int64_t group, int64_t rows, int64_t width) {
-    return all ? all + group * rows * width : nullptr;
 }
 
 }  // namespace
@@ -341,45 +243,6 @@ KERNEL(attend_quantized, AttendQuantized) {
     const Stored stored = {given.bits, given.turned != 0};
     attend_lying(masked(given, nullptr, stored), stored, given.k, given.k_steps, given.v, given.v_steps,
                  team);
-}
-
-KERNEL(attend_grouped, AttendGrouped) {
-    const AttendGrouped& of = given;
-    const Sizes& sizes = of.sizes;
-    const int64_t groups = (sizes.C + of.group - 1) / of.group;
-    want(of.residual >= 1 && of.block >= 1, "residual and block must be positive");
-    want((!of.keys_by_channel || of.S >= groups) && (!of.values_by_channel || of.U >= groups) &&
-             (!of.X || of.Y >= groups),
-         "groups of rows must have room for all rows");
-    for (int64_t b = 0; b < sizes.B; b++) coded(of, of.past[b]);
-    Masked masked = {sizes, of.q, of.mask, of.bias, of.sinks, of.out, nullptr, of.scale, of.softcap,
-                     (sizes.D + sizes.E) * of.bits / 8, of.turned && !of.cos, of.turned != 0, MANY};
-    attend_masked(masked, team, [&](int64_t group, const auto& attend) {
-        const int64_t stored = coded(of, of.past[group / sizes.G]);
-        GroupedRows keys, values;
-        keys.codes = part(of.k, group, sizes.C, sizes.D * of.bits / 8);
-        keys.steps = part(of.k_steps, group, of.S, of.N);
-        keys.latest = part(of.k_recent, group, of.R, sizes.D);
-        keys.left = part(of.k_left, group, sizes.C, of.X);
-        keys.right = part(of.k_right, group, of.Y, of.X * sizes.D);
-        keys.cos = of.cos, keys.sin = of.sin, keys.angles = of.A;
-        keys.width = sizes.D, keys.by_channel = of.keys_by_channel != 0;
-        keys.rank = of.k_left ? of.X : 0;
-        values.codes = part(of.v, group, sizes.C, sizes.E * of.bits / 8);
-        values.steps = part(of.v_steps, group, of.U, of.M);
-        values.latest = part(of.v_recent, group, of.R, sizes.E);
-        values.left = part(of.v_left, group, sizes.C, of.X);
-        values.right = part(of.v_right, group, of.Y, of.X * sizes.E);
-        values.cos = values.sin = nullptr, values.angles = 0;
-        values.width = sizes.E, values.by_channel = of.values_by_channel != 0;
-        values.rank = of.v_left ? of.X : 0;
-        for (GroupedRows* rows : {&keys, &values}) {
-            rows->stored = stored, rows->L = of.R, rows->bits = of.bits, rows->group = of.group;
-            rows->outliers = of.outliers, rows->turned = of.turned != 0;
-            rows->interleaved = of.interleaved != 0;
-        }
-        attend({nullptr, nullptr, sizes.D, 32, &keys}, {nullptr, nullptr, sizes.E, 32, &values});
-    });
 }
 
 KERNEL(quantize_rows, Rounded) {

@@ -103,27 +103,43 @@ public:
     }
 };
 
-// Turns scores [rows] of a query row into weights; what they add up to. Rows in parts of LANES. weight:
-// see `Query`.
-float soften(float* scores, int64_t rows, const float* sink, float* weight) {
+// The largest of scores [rows], which come in parts of LANES.
+float largest_of(const float* scores, int64_t rows) {
     Lanes most = splat(-INFINITY);
     for (int64_t c = 0; c < rows; c += LANES) {
         const Lanes score = load<Lanes>(scores + c);
         most = score > most ? score : most;
     }
-    float largest = sink ? *sink : -INFINITY;
+    float largest = -INFINITY;
     for (int lane = 0; lane < LANES; lane++) largest = std::max(largest, most[lane]);
-    if (weight && largest == -INFINITY) {
-        std::fill_n(scores, rows, 0.0f);
-        *weight = largest;
-        return 1;
-    }
+    return largest;
+}
+
+// Turns scores [rows] into the exponentials of what they are more than `largest`; their sum.
+double soften(float* scores, int64_t rows, float largest) {
     Exact sum(0);
     for (int64_t c = 0; c < rows; c += LANES) {
         store(scores + c, exponential(load<Lanes>(scores + c) - largest));
         sum.add(scores + c);
     }
-    const float total = float(sum.sum() + (sink ? exponential(*sink - largest) : 0));
+    return sum.sum();
+}
+
+// What weights add up to, with that of a sink.
+float total_of(double sum, const float* sink, float largest) {
+    return float(sum + (sink ? exponential(*sink - largest) : 0));
+}
+
+// Turns scores [rows] of a query row into weights; what they add up to. Rows in parts of LANES. weight:
+// see `Query`.
+float soften(float* scores, int64_t rows, const float* sink, float* weight) {
+    const float largest = std::max(sink ? *sink : -INFINITY, largest_of(scores, rows));
+    if (weight && largest == -INFINITY) {
+        std::fill_n(scores, rows, 0.0f);
+        *weight = largest;
+        return 1;
+    }
+    const float total = total_of(soften(scores, rows, largest), sink, largest);
     if (weight) *weight = largest + std::log(total);
     return total;
 }
@@ -223,31 +239,17 @@ void score_kind(
     }
 }
 
-// See `attend_rows`.
+// Adds what rows of a span weigh, weights [count, stride], to the queries' results.
 template <class Kind>
-void attend_kind(const Attention& of, const Query* queries, int64_t count) {
-    static thread_local Space<float> space;
+void weigh_rows(
+    const Rows& values, const float* weights, int64_t stride, const Span& span, const Query* queries,
+    int64_t count) {
     static thread_local Lying lying;
-    float added[MANY] = {}, totals[MANY];
-    const Rows& values = of.values;
-    const Span span = span_of(of, queries, count);
-    const int64_t begin = span.begin, rows = span.rows();
-    const int64_t stride = (rows + LANES - 1) / LANES * LANES;
-    float* const weights = space.of(count * stride);
-    score_kind<Kind>(of, queries, count, span, weights, stride);
-    for (int64_t row = 0; row < count; row++) {
-        const Query& query = queries[row];
-        totals[row] = soften(weights + row * stride, stride, query.sink, query.weight);
-        if (values.steps) added[row] = fold_steps(weights + row * stride, values, begin, rows);
-    }
-    for (int64_t row = 0; row < count; row++)
-        std::fill_n(queries[row].out, values.width, added[row]);
-    const bool weighed =
-        values.source && values.source->weigh(weights, stride, begin, rows, queries, count);
-    const int64_t block = near_rows<Kind>(values);
-    for (int64_t c = 0; !weighed && c < rows; c += block) {
+    const int64_t block = near_rows<Kind>(values), rows = span.rows();
+    if (values.source && values.source->weigh(weights, stride, span.begin, rows, queries, count)) return;
+    for (int64_t c = 0; c < rows; c += block) {
         const int64_t there = std::min(block, rows - c);
-        const Rows own = lying.from<Kind>(values, begin + c, there);
+        const Rows own = lying.from<Kind>(values, span.begin + c, there);
         by_rows(count, [&](auto rows_at_once, int64_t first) {
             constexpr int ROWS = rows_at_once.value;
             const auto columns = [&](auto vectors, int64_t e) {
@@ -261,9 +263,126 @@ void attend_kind(const Attention& of, const Query* queries, int64_t count) {
             for (; e < values.width; e += LANES) columns(std::integral_constant<int, 1>(), e);
         });
     }
-    for (int64_t row = 0; row < count; row++)
-        for (int64_t e = 0; e < values.width; e++) queries[row].out[e] /= totals[row];
 }
+
+// The span's part that begins with a row.
+Span part_of(const Rows& values, const Span& span, int64_t row) {
+    return {row, std::min(span.end, values.source->part_end(row))};
+}
+
+// As `weigh_rows`, of rows of a part: to sums [count, width], which are its own.
+void weigh_part(
+    const Rows& values, const float* weights, int64_t stride, const Span& part, const Query* queries,
+    int64_t count, float* sums) {
+    Query own[MANY];
+    for (int64_t row = 0; row < count; row++) {
+        own[row] = queries[row];
+        own[row].out = sums + row * values.width;
+    }
+    std::fill_n(sums, count * values.width, 0.0f);
+    weigh_rows<Floats>(values, weights, stride, part, own, count);
+}
+
+// Adds sums of a part to results.
+void add_part(const float* sums, const Query* queries, int64_t count, int64_t width) {
+    for (int64_t row = 0; row < count; row++)
+        for (int64_t e = 0; e < width; e++) queries[row].out[e] += sums[row * width + e];
+}
+
+void divide(const Query* queries, const float* totals, int64_t count, int64_t width) {
+    for (int64_t row = 0; row < count; row++)
+        for (int64_t e = 0; e < width; e++) queries[row].out[e] /= totals[row];
+}
+
+// See `attend_rows`.
+template <class Kind>
+void attend_kind(const Attention& of, const Query* queries, int64_t count) {
+    static thread_local Space<float> space;
+    float added[MANY] = {}, totals[MANY];
+    const Rows& values = of.values;
+    const int64_t width = values.width;
+    const Span span = span_of(of, queries, count);
+    const int64_t begin = span.begin, rows = span.rows();
+    const int64_t stride = (rows + LANES - 1) / LANES * LANES;
+    float* const weights = space.of(count * stride + (values.source ? count * width : 0));
+    score_kind<Kind>(of, queries, count, span, weights, stride);
+    for (int64_t row = 0; row < count; row++) {
+        const Query& query = queries[row];
+        totals[row] = soften(weights + row * stride, stride, query.sink, query.weight);
+        if (values.steps) added[row] = fold_steps(weights + row * stride, values, begin, rows);
+    }
+    for (int64_t row = 0; row < count; row++) std::fill_n(queries[row].out, width, added[row]);
+    if (!values.source) weigh_rows<Kind>(values, weights, stride, span, queries, count);
+    float* const sums = weights + count * stride;
+    for (int64_t row = begin; values.source && row < span.end;) {
+        const Span part = part_of(values, span, row);
+        weigh_part(values, weights + row - begin, stride, part, queries, count, sums);
+        add_part(sums, queries, count, width);
+        row = part.end;
+    }
+    divide(queries, totals, count, width);
+}
+
+// A gang's scores, which become weights, and what becomes of each of its parts.
+struct Shared {
+    const Gang& gang;
+    Span span;
+    int64_t stride;
+    std::vector<Span> parts;
+    std::vector<float> largest, sums;  // [parts, count], [parts, count, width]
+    std::vector<double> totals;        // [parts, count]
+    float* scores;
+
+    explicit Shared(const Gang& gang)
+        : gang(gang), span(span_of(gang.of, gang.queries.data(), count())), scores(nullptr) {
+        stride = (span.rows() + LANES - 1) / LANES * LANES;
+        for (int64_t row = span.begin; row < span.end; row = parts.back().end)
+            parts.push_back(part_of(gang.of.values, span, row));
+        largest.resize(parts.size() * count());
+        totals.resize(parts.size() * count());
+        sums.resize(parts.size() * count() * width());
+    }
+    int64_t count() const { return gang.queries.size(); }
+    int64_t width() const { return gang.of.values.width; }
+    const Query* queries() const { return gang.queries.data(); }
+    float* scores_of(int64_t row, const Span& part) const {
+        return scores + row * stride + part.begin - span.begin;
+    }
+    static int64_t whole(const Span& part) { return (part.rows() + LANES - 1) / LANES * LANES; }
+
+    void score(int64_t at) {
+        const Span& part = parts[at];
+        score_kind<Floats>(gang.of, queries(), count(), part, scores_of(0, part), stride);
+        for (int64_t row = 0; row < count(); row++)
+            largest[at * count() + row] = largest_of(scores_of(row, part), whole(part));
+    }
+    float largest_for(int64_t row) const {
+        const float* const sink = gang.queries[row].sink;
+        float found = sink ? *sink : -INFINITY;
+        for (size_t at = 0; at < parts.size(); at++)
+            found = std::max(found, largest[at * count() + row]);
+        return found;
+    }
+    void weigh(int64_t at) {
+        const Span& part = parts[at];
+        for (int64_t row = 0; row < count(); row++)
+            totals[at * count() + row] = soften(scores_of(row, part), whole(part), largest_for(row));
+        weigh_part(gang.of.values, scores_of(0, part), stride, part, queries(), count(),
+                   sums.data() + at * count() * width());
+    }
+    void finish() const {
+        float all[MANY];
+        for (int64_t row = 0; row < count(); row++) {
+            double total = 0;  // of sums that are exact
+            for (size_t at = 0; at < parts.size(); at++) total += totals[at * count() + row];
+            all[row] = total_of(total, gang.queries[row].sink, largest_for(row));
+            std::fill_n(gang.queries[row].out, width(), 0.0f);
+        }
+        for (size_t at = 0; at < parts.size(); at++)
+            add_part(sums.data() + at * count() * width(), queries(), count(), width());
+        divide(queries(), all, count(), width());
+    }
+};
 
 }  // namespace
 
@@ -299,4 +418,28 @@ void graftwork::attend_rows(const Attention& of, const Query* queries, int64_t c
     if (of.keys.bits == 8) return attend_kind<Bytes>(of, queries, count);
     if (of.keys.places) return attend_kind<Scattered>(of, queries, count);
     attend_kind<Floats>(of, queries, count);
+}
+
+void graftwork::attend_together(const std::vector<Gang>& gangs, const Team& team) {
+    static thread_local Space<float> space;
+    std::vector<Shared> shared;
+    std::vector<std::pair<Shared*, int64_t>> work;
+    shared.reserve(gangs.size());
+    int64_t scores = 0, bytes = 0;
+    for (const Gang& gang : gangs) {
+        shared.emplace_back(gang);
+        scores += shared.back().count() * shared.back().stride;
+    }
+    float* room = space.of(scores);
+    for (Shared& each : shared) {
+        each.scores = room;
+        room += each.count() * each.stride;
+        for (size_t at = 0; at < each.parts.size(); at++) {
+            work.emplace_back(&each, at);
+            bytes = std::max(bytes, each.parts[at].rows() * each.width() * int64_t(sizeof(float)));
+        }
+    }
+    team.each(work.size(), bytes, [&](int64_t i) { work[i].first->score(work[i].second); });
+    team.each(work.size(), bytes, [&](int64_t i) { work[i].first->weigh(work[i].second); });
+    for (const Shared& each : shared) each.finish();
 }

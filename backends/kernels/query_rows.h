@@ -7,6 +7,9 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
+
+#include "team.h"
 
 namespace graftwork {
 
@@ -15,8 +18,11 @@ constexpr int64_t TOGETHER = 8, MANY = 64;
 
 struct Query;
 
-// Rows that are made when they are read, for up to MANY queries.
+// Rows that are made when they are read, for up to MANY queries. What values weigh is added up in parts
+// of rows, and then these sums, so that threads may share rows out.
 struct Source {
+    // Where the part ends that begins with this row: the same for all that read the source.
+    virtual int64_t part_end(int64_t row) const = 0;
     // Writes `count` rows from the first on.
     virtual void read(int64_t first, int64_t count, float* to) const = 0;
     // Products of queries with so many rows from the first on, to scores [count, stride], which is
@@ -95,5 +101,14 @@ float log_sum(const float* scores, int64_t count);
 
 // The results of up to MANY rows.
 void attend_rows(const Attention& of, const Query* queries, int64_t count);
+
+// Up to MANY queries of rows that sources make. None of them wants its weight.
+struct Gang {
+    Attention of;
+    std::vector<Query> queries;
+};
+
+// The same bits as `attend_rows` gives each, of few gangs: threads share their rows out.
+void attend_together(const std::vector<Gang>& gangs, const Team& team);
 
 }  // namespace graftwork
