@@ -132,8 +132,13 @@ def optimize(
     """
     where = as_target(target)
     if recipe == AUTO:
-        if validate or work is not None:
-            raise InputError(f"recipe {AUTO!r} measures, and takes neither validate nor work")
+        given = {"validate": validate, "work": work is not None, "strict": strict, "cost": cost}
+        asked = ", ".join(name for name, value in given.items() if value is not False)
+        if asked:
+            raise InputError(
+                f"recipe {AUTO!r} measures speed and quality itself, and reports both: leave out "
+                f"{asked}"
+            )
         limits(tolerance, minutes)  # before the slow part
         model = local(model, revision)
         plain = optimize(model, target=where, progress=progress, known=known)

@@ -133,7 +133,7 @@ def test_commands(demo: gw.Model, chat: Chat, tmp_path: Path) -> None:
         f"/save {later}",
         "/help",
     ]
-    shown = chat(*lines, "", "/exit", "unread")
+    shown = chat(*lines, "", "/quit", "unread")
     wanted, messages = answers(demo, THREE[:2])
     assert shown.startswith(f"{wanted[0]}\n{wanted[0]}\n{wanted[1]}\n")
     assert json.loads(saved.read_text()) == messages

@@ -72,8 +72,11 @@ def test_what_is_no_number_is_refused_before_the_slow_part() -> None:
             gw.optimize("no such folder", AUTO, **how)
     with pytest.raises(InputError, match="only the recipe 'auto'"):
         gw.optimize("no such folder", "int8", minutes=3)
-    with pytest.raises(InputError, match="neither validate nor work"):
-        gw.optimize("no such folder", AUTO, validate=True)
+    for asked in ("validate", "strict", "cost"):
+        with pytest.raises(
+            InputError, match=f"measures speed and quality itself.*leave out {asked}"
+        ):
+            gw.optimize("no such folder", AUTO, **{asked: True})
 
 
 def test_other_commands_take_what_it_chose() -> None:

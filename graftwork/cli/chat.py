@@ -45,8 +45,10 @@ HELP = """\
 /save FILE      write the messages, as JSON
 /load FILE      go on from such a file
 /stats          a line of figures after each answer, or none
-/exit           leave; so does the end of the input (Ctrl-D)
+/exit           leave; so do /quit, /bye and the end of the input (Ctrl-D)
 A line that ends with \\ goes on in the next one; // begins a message with a /."""
+
+LEAVE = ("/exit", "/quit", "/bye")
 
 FULL = "the context is full: /reset begins anew, /undo takes the last turn back"
 
@@ -104,7 +106,8 @@ def chat(
         talk = Conversation(opened, template_of(opened.program, given=given), messages)
         show("compile")
         _ = opened.executable
-    session = Session(talk, {**options, "stop": stops}, history, stream, stats)
+    name = Path(model).resolve().name
+    session = Session(talk, {**options, "stop": stops}, history, stream, stats, name)
     if system is not None:
         session.set_system(system)
     failed = session.run()
@@ -137,13 +140,15 @@ def write_messages(path: Path, messages: list[dict[str, Any]]) -> None:
 @dataclass
 class Session:
     """A conversation with a person or a script. options: of `Conversation.answer`. history: the
-    file that is kept up to date. failed: whether a line could not be carried out."""
+    file that is kept up to date. name: of the model. failed: whether a line could not be carried
+    out."""
 
     talk: Conversation
     options: dict[str, Any]
     history: Path | None
     stream: bool
     stats: bool
+    name: str
     failed: bool = False
     commands: dict[str, Callable[[str], None]] = field(init=False)
 
@@ -155,13 +160,13 @@ class Session:
         }
 
     def run(self) -> bool:
-        """Until the end of the input, or /exit; whether something failed."""
+        """Until the end of the input, or `LEAVE`; whether something failed."""
         from ..ir.support.errors import GraftworkError
 
-        _say(f"{self.talk.model.program.name}: write a message, or /help")
+        _say(f"{self.name}: write a message, or /help")
         for line in _lines():
             name, _, rest = line.strip().partition(" ")
-            if name == "/exit":
+            if name in LEAVE:
                 break
             try:
                 self._carry_out(line, name, rest.strip())

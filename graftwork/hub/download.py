@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import os
 import re
 import shutil
@@ -20,6 +21,9 @@ _FILES = (".gguf", ".onnx", ".json", ".yaml")
 ARTIFACT = "program.gw"
 """What an artifact has, and a checkpoint has not."""
 
+BUNDLED = "graftwork/demo_model"
+"""The bundled model's path in a clone; it is that model wherever the package is installed."""
+
 WANTED = ("*.safetensors", "*.json", "*.gw", "*.jinja", "*.txt", "*.model")
 """Files that are fetched: never code, nor weights in formats that may hold some."""
 
@@ -32,6 +36,8 @@ def local(source: T, revision: str | None = None) -> T | Path:
     folder that does, is one. Errors: `InputError` for a revision of what is no id, without
     huggingface_hub, and for whatever goes wrong on the way, with how to get a folder.
     """
+    if source == BUNDLED and revision is None and not Path(BUNDLED).exists():
+        return Path(str(importlib.resources.files("graftwork.demo_model")))
     found = _ID.fullmatch(source) if isinstance(source, str) else None
     name, given = found.groups() if found else ("", None)
     path = name.endswith(_FILES) or (found and (Path(name).exists() or Path(name).parent.exists()))
@@ -59,12 +65,12 @@ def _snapshot(name: str, revision: str | None) -> Path:
             name, revision=revision, allow_patterns=list(WANTED), ignore_patterns=["*/*"]
         )
     except known as error:
-        raise _missing(name, revision, " ".join(str(error).split())[:300]) from error
+        raise _missing(name, revision, _told(error)) from None
     except Exception as error:
         # What the connection raises, of whichever library it is.
         if not type(error).__module__.startswith(("httpx", "httpcore", "requests")):
             raise
-        raise _missing(name, revision, " ".join(str(error).split())[:300]) from error
+        raise _missing(name, revision, _told(error)) from None
     found = Path(folder)
     if not any(found.glob("*.safetensors")):
         raise _missing(name, revision, "it has no safetensors, and no other weights are read")
@@ -84,6 +90,11 @@ def _as_files(folder: Path, name: str) -> Path:
             except OSError:  # on another disk
                 shutil.copyfile(file, partial / file.name)
     return made
+
+
+def _told(error: Exception) -> str:
+    """What went wrong, in a line. The exceptions below it are the connection's, and say no more."""
+    return " ".join(str(error).split())[:300].rstrip(".")
 
 
 def _missing(name: str, revision: str | None, why: str) -> InputError:
