@@ -42,6 +42,7 @@ PLACES = {
     **{name: op.declared.names[: -len(zero_of(op)) or None] for name, op in OWN_OPS.items()},
 }
 F32, U8, I64 = oir.DataType.FLOAT, oir.DataType.UINT8, oir.DataType.INT64
+F16 = oir.DataType.FLOAT16
 OUTPUTS = {
     "CachedAttention": [F32, F32, F32],
     "CachedQuantizedAttention": [F32, U8, U8, F32, F32],
@@ -49,6 +50,8 @@ OUTPUTS = {
         name: [{"i64": I64, "u8": U8}.get(said.split()[0], F32) for said in op.declared.results]
         for name, op in OWN_OPS.items()
     },
+    "StoreGroups": [U8, F16, F32],
+    "StoreFactors": [F16, F16],
     "LinearAttentionStepInt8": [F32, oir.DataType.INT8, F32, F32, F32, F32],
 }
 SIZES: dict[str, dict[str, Any]] = {

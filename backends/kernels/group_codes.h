@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "lanes.h"
@@ -51,6 +52,51 @@ void widen(const uint16_t* from, int64_t count, float* to) {
         _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i))));
 #endif
     for (; i < count; i++) to[i] = half_to_float(from[i]);
+}
+
+// The number in half precision that is nearest to x, of two the even one.
+inline uint16_t half_of(float x) {
+    uint32_t bits, half;
+    std::memcpy(&bits, &x, sizeof bits);
+    const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+    if (size > 0x7f800000) return uint16_t(sign | 0x7e00);
+    if (size >= 0x47800000) return uint16_t(sign | 0x7c00);
+    if (size >= 0x38800000) {
+        half = (size + 0xc8000fff + (size >> 13 & 1)) >> 13;
+    } else {  // below the smallest normal one: what 0.5 has no room for is rounded off
+        float sum;
+        std::memcpy(&sum, &size, sizeof sum);
+        sum += 0.5f;
+        std::memcpy(&half, &sum, sizeof half);
+        half -= 0x3f000000;
+    }
+    return uint16_t(sign | half);
+}
+
+// Floats in half precision.
+inline void narrow(const float* from, int64_t count, uint16_t* to) {
+    int64_t i = 0;
+#ifdef __F16C__
+    for (; i + 8 <= count; i += 8)
+        _mm_storeu_si128((__m128i*)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+#endif
+    for (; i < count; i++) to[i] = half_of(from[i]);
+}
+
+// to += by * row
+inline void add_row(const float* row, float by, int64_t width, float* to) {
+    for (int64_t d = 0; d < width; d += LANES) {
+        const int64_t count = std::min<int64_t>(LANES, width - d);
+        const Lanes so_far = load<Lanes>(to + d, count);
+        put(to + d, fused(splat(by), load<Lanes>(row + d, count), so_far), count);
+    }
+}
+
+inline float dot(const float* a, const float* b, int64_t count) {
+    Lanes sums[1] = {};
+    for (int64_t d = 0; d < count; d += LANES)
+        sums[0] = fused(load<Lanes>(a + d, count - d), load<Lanes>(b + d, count - d), sums[0]);
+    return add_up(sums)[0];
 }
 
 // A piece of the codes of a row, PIECE bits of which all but those BELOW are known: `size` bytes of it,

@@ -35,15 +35,6 @@ void decode(const uint8_t* codes, int64_t width, const Factors& factors, float* 
     if (d < width) store(to + d, factors.value(Bytes::some(codes, width, d, width - d), d, width - d), width - d);
 }
 
-// to += by * row
-void add_row(const float* row, float by, int64_t width, float* to) {
-    for (int64_t d = 0; d < width; d += LANES) {
-        const int64_t count = std::min<int64_t>(LANES, width - d);
-        const Lanes so_far = load<Lanes>(to + d, count);
-        put(to + d, fused(splat(by), load<Lanes>(row + d, count), so_far), count);
-    }
-}
-
 // A pair of channels by an angle.
 void rotate(Lanes& x, Lanes& y, Lanes cos, Lanes sin) {
     const Lanes was = x;
@@ -132,13 +123,6 @@ void decode_turned(
             store(to + HALF + i * LANES, all[i + COUNT / 2]);
         }
     }
-}
-
-float dot(const float* a, const float* b, int64_t count) {
-    Lanes sums[1] = {};
-    for (int64_t d = 0; d < count; d += LANES)
-        sums[0] = fused(load<Lanes>(a + d, count - d), load<Lanes>(b + d, count - d), sums[0]);
-    return add_up(sums)[0];
 }
 
 }  // namespace

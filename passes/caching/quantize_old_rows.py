@@ -52,11 +52,10 @@ from .contents import RecordedContents, upkeep
 from .exchange import beside, cached_states, exchange, exchanged
 from .layer_budgets import rows_before
 from .rotation import Rotation
-from .stored_form import CODES, LEFT, RIGHT, STEPS, StoredForm, bits_remark
+from .stored_form import CODES, LEFT, RECENT, RIGHT, STEPS, StoredForm, bits_remark
 
 A, G = torch.ops.aten, torch.ops.graftwork
 Node = torch.fx.Node
-RECENT = "recent"
 LATEST, GROUPS = "C.1", "C.2"
 
 
@@ -232,32 +231,16 @@ class QuantizeOldRows(RecordedContents):
             if name in made
         }
         full, block = record.most_latest, record.block
-        zero = fn.call(A.full_like.default, past, 0)
-        within = fn.call(A.clamp.default, past, None, full)
-        first = zero
+        first = past
         if self.unrotated:
             first = fn.call(A.clamp.default, fn.call(A.sub.Scalar, past, full), 0)
-        latest = fn.call(A.arange.start_step, 0, full)
+        latest = fn.call(A.arange.start_step, 0, block)
         outputs: dict[str, torch.fx.Node] = {}
         for state, given in held.items():
-            # All that is read of these rows is read at once, before any is written over.
-            whole = fn.call(A.index_select.default, given[RECENT], 2, latest)
-            oldest = fn.call(A.slice.Tensor, whole, 2, 0, block)
-            parts = forms[state].store(fn, program, oldest, first, block)
-            for part, (new, each) in parts.items():
-                outputs[f"{state}.{part}"] = fn.call(
-                    G.store_rows.default, given[part], new, past, after=full, each=each
-                )
-            rows = fn.call(
-                G.keep_top.default,
-                *(fn.call(G.row_scores_age.default, whole), within),
-                rows=record.residual,
-                full=full,
-                sinks=0,
-                recent=0,
-            )
-            rest = fn.call(G.take_rows.default, whole, rows)
-            outputs[f"{state}.{RECENT}"] = fn.call(G.cache_write.default, given[RECENT], rest, zero)
+            oldest = fn.call(A.index_select.default, given[RECENT], 2, latest)
+            rows = forms[state].stored(fn, program, oldest, first, block)
+            for part, kept in forms[state].store(fn, rows, past, full, given).items():
+                outputs[f"{state}.{part}"] = kept
         fn.set_outputs(outputs)
         return fn
 

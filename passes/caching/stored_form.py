@@ -4,10 +4,10 @@ A form with everything, of keys before their rotation (`turned`, `outliers`, `ra
 
     %u: f32[B,G,64,64] = graftwork.rotary(%oldest, %cos, %minus_sin)        # as before the rotation
     %x: f32[B,G,64,64] = graftwork.hadamard_rows(%u)
-    %q: (u8[B,G,64,16], f16[B,G,1,256]) = graftwork.quantize_groups(%x, bits=2, group=64,
-        by_channel=True, outliers=1)
-    %e: f32[B,G,64,64] = aten.sub(%x, graftwork.group_values(%q.0, %q.1, ...))
-    %f: (f16[B,G,64,2], f16[B,G,1,128]) = graftwork.low_rank(%e, group=64, rank=2)
+    %s: (u8[B,G,C,16], f16[B,G,C.2,256], f32[B,G,C.1,64]) = graftwork.store_groups(%codes, %steps,
+        %recent, %x, %past, bits=2, group=64, by_channel=True, after=192, outliers=1)
+    %f: (f16[B,G,C,2], f16[B,G,C.2,128]) = graftwork.store_factors(%left, %right, %x, %past, bits=2,
+        group=64, by_channel=True, after=192, outliers=1)
 
 and attention takes them the same way back, see `graftwork.attend_grouped`.
 """
@@ -15,7 +15,7 @@ and attention takes them the same way back, see `graftwork.attend_grouped`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from ...ir import Function, Program, State, Sym, TensorType
 from .rotation import Rotation
 
 A, G = torch.ops.aten, torch.ops.graftwork
-CODES, STEPS, LEFT, RIGHT = "codes", "steps", "left", "right"
+CODES, STEPS, LEFT, RIGHT, RECENT = "codes", "steps", "left", "right", "recent"
 
 Node = torch.fx.Node
 
@@ -97,25 +97,27 @@ class StoredForm:
             parts[RIGHT] = TensorType(torch.float16, (*outer, shared, self.rank * width))
         return parts
 
-    def store(
-        self, fn: Function, program: Program, rows: Node, first: Node, count: int
-    ) -> dict[str, tuple[Node, int]]:
-        """Whole groups of rows in their parts, and how many rows each row of a part stands for.
-
-        rows f[B,G,count,D], which begin at the text's row `first` i64[B].
-        """
+    def stored(self, fn: Function, program: Program, rows: Node, first: Node, count: int) -> Node:
+        """Rows f[B,G,count,D] as they are stored, from the text's row `first` i64[B] on."""
         if self.rotation is not None:
             index = fn.call(A.arange.start_step, 0, count)
             places = fn.call(A.add.Tensor, fn.call(A.unsqueeze.default, first, 1), index)
             rows = self.rotation.undone(fn, program, rows, places)
-        if self.turned:
-            rows = fn.call(G.hadamard_rows.default, rows)
-        made = fn.call(G.quantize_groups.default, rows, **self.how)
-        codes, steps = fn.item(made, 0), fn.item(made, 1)
-        parts = {CODES: (codes, 1), STEPS: (steps, self.group if self.by_channel else 1)}
+        return fn.call(G.hadamard_rows.default, rows) if self.turned else rows
+
+    def store(
+        self, fn: Function, rows: Node, past: Node, after: int, given: Mapping[str, Node]
+    ) -> dict[str, Node]:
+        """What becomes of the parts, and of the latest rows, when whole groups are stored.
+
+        rows: from `stored`. given: by part. The latest rows move up only when `rows` are known.
+        """
+        how = {**self.how, "after": after}
+        taken = [given[part] for part in (CODES, STEPS, RECENT)]
+        made = fn.call(G.store_groups.default, *taken, rows, past, **how)
+        parts = {part: fn.item(made, n) for n, part in enumerate((CODES, STEPS, RECENT))}
         if self.rank:
-            back = fn.call(G.group_values.default, codes, steps, **self.how)
-            error = fn.call(A.sub.Tensor, rows, back)
-            made = fn.call(G.low_rank.default, error, group=self.group, rank=self.rank)
-            parts |= {LEFT: (fn.item(made, 0), 1), RIGHT: (fn.item(made, 1), self.group)}
+            sides = [given[part] for part in (LEFT, RIGHT)]
+            made = fn.call(G.store_factors.default, *sides, rows, past, **how)
+            parts |= {part: fn.item(made, n) for n, part in enumerate((LEFT, RIGHT))}
         return parts

@@ -38,6 +38,7 @@ from graftwork.ir.ops import (
 
 sys.path.append(str(Path(__file__).parents[1]))
 import few_bits
+import old_rows
 import picked
 import recurrences
 from operands import F32, Case, Maker, want
@@ -363,6 +364,8 @@ MAKERS: list[Callable[[Maker], Case]] = [
     picked.native_top_stored_rows,
     picked.native_chunk_rows,
     picked.native_take_channels,
+    old_rows.native_store_groups,
+    old_rows.native_store_factors,
     recurrences.native_linear_attention_step,
     recurrences.native_linear_attention_step_int8,
     recurrences.native_causal_conv_step,
