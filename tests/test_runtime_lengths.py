@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -451,3 +452,69 @@ def test_chains_of_several_texts_share_a_step():
     costly = Copies(0.95, 0.95, 0.9)
     costly.play(300)
     assert costly.policy.size([10, 0, 0, 0], [4, 0, 0, 0]) == 0
+
+
+@dataclass(frozen=True)
+class InStep(FakeDraft):
+    """A draft that the step makes."""
+
+    in_step = True
+
+
+class StepWorld(World):
+    """Chains that the step makes: it then costs `drafting` more, whether its chain is good or not;
+    after steps without drafts a call makes the first chain, for twice that."""
+
+    def __init__(self, most, chance, slope, drafting, seed=0):
+        super().__init__(most, chance, slope, seed, drafting)
+        plan = self.executable.program.plan
+        self.executable.program.plan = replace(plan, draft=InStep(most))
+        self.rested = True
+
+    def play(self, record, tokens=128):
+        policy = GoodputPolicy(record, self.executable, 1)
+        chains = policy.made_chains()
+        done, seconds, self.sizes = 1, 0.0, []
+        while done < tokens:
+            if steps := chains.steps():
+                if self.rested:
+                    chains.prepared(2 * self.drafting)
+                    seconds, self.rested = seconds + 2 * self.drafting, False
+                for _ in range(steps):
+                    size = chains.size([policy.most], [0])
+                    accepted = int((self.random.random(size) < self.chance).cumprod().sum())
+                    step = 1 + self.drafting + self.slope * size
+                    chains.learn([size], [0], [accepted], step * self.random.uniform(0.95, 1.1))
+                    done, seconds = done + accepted + 1, seconds + step
+                    self.sizes.append(size)
+                    if chains.enough:
+                        break
+                continue
+            self.rested = True
+            if (rest := policy.rest()) >= 4:
+                rest = min(rest, tokens - done)
+                policy.rested(rest, rest * self.random.uniform(0.95, 1.1))
+                done, seconds = done + rest, seconds + rest
+                continue
+            (size,) = policy.limits([tokens])
+            assert not size
+            policy.observe(taken([NO_DRAFT], [()]), 0.0, self.random.uniform(0.95, 1.1))
+            done, seconds = done + 1, seconds + 1
+        return seconds * 127 / (done - 1)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.2, 0.4])
+def test_steps_that_draft_are_left_where_drafts_do_not_pay(chance):
+    """A chain of four that costs .84 of a step, as with a vocabulary of 49k words."""
+    for seed in range(4):
+        world = StepWorld(4, chance, 0.05, 0.84, seed)
+        spent = [world.play(GoodputLength()) for _ in range(6)]
+        assert max(spent) < 127 / 0.95 and sum(spent) / len(spent) < 127 / 0.98
+
+
+def test_steps_that_draft_stay_where_drafts_pay():
+    world = StepWorld(4, 0.9, 0.05, 0.3)
+    world.play(GoodputLength())
+    spent = [world.play(GoodputLength()) for _ in range(8)]
+    best = sum(0.9**i for i in range(5)) / (1 + 0.3 + 0.05 * 4)
+    assert 127 * len(spent) / sum(spent) > 0.9 * best

@@ -7,6 +7,7 @@ compared is every draft, with those of a run in which it saw each step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,12 +19,14 @@ from tiny import named, tiny_llama
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir.execution.executable import Executable
+from graftwork.ir.plan import FixedLength
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_hydra import DraftHydra
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.drafting.draft_merged import DraftMerged
+from graftwork.passes.drafting.fuse_draft import FuseDraft
 from graftwork.passes.drafting.ppd.graph import DraftPpd
 from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.drafting.unroll_draft import UnrollDraft
@@ -35,8 +38,10 @@ from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import generate
 from graftwork.runtime.memo import learnt
 from graftwork.runtime.rounds import plain
+from graftwork.runtime.rounds.chained import ChainedRound
 from graftwork.runtime.rounds.general import GeneralRound
 from graftwork.runtime.rounds.plain import RestingRound
+from graftwork.runtime.speculate.drafters.fused import FusedDrafter
 from graftwork.runtime.speculate.lengths.base import LengthPolicy
 from graftwork.runtime.speculate.lengths.goodput import GoodputPolicy, Knowledge
 
@@ -57,6 +62,14 @@ DRAFTERS: dict[str, Sequence[Pass]] = {
     "eagle": (DraftEagle(), CHAIN),
     "eagle tree": (DraftEagle(), *TREE),
     "unrolled": (DraftEagle(), CHAIN, UnrollDraft()),
+    "fused": (DraftEagle(), CHAIN, UnrollDraft(), FuseDraft()),
+    "copied or fused": (
+        named("draft_suffix", shortest=2),
+        DraftEagle(),
+        CHAIN,
+        UnrollDraft(),
+        FuseDraft(),
+    ),
 }
 SHARING = ("recycling", "merged")
 """They learn from all sequences together: the order counts."""
@@ -123,6 +136,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch, executable: Executable, batch: int)
 def test_drafts_are_what_they_were_without_a_rest(
     monkeypatch: pytest.MonkeyPatch, stretches: list[int], name: str, batch: int, backend: str
 ) -> None:
+    monkeypatch.setattr(ChainedRound, "wants", lambda *_: 0)  # each draft is asked for
     # One each: some drafters remember what they met in earlier texts.
     first, second = (executable_of(DRAFTERS[name], backend) for _ in range(2))
     rested, drafts = decoded(monkeypatch, first, batch)
@@ -135,6 +149,54 @@ def test_drafts_are_what_they_were_without_a_rest(
     assert len(drafts) > 1
     if name != "jacobi":  # its block is what it guessed, or after a rest the text's last tokens
         assert drafts == wanted
+
+
+@pytest.mark.parametrize(
+    ("batch", "backend"), [(1, "eager"), (3, "eager"), *one_in(2, [(1, "onnxruntime")])]
+)
+def test_steps_that_draft_go_on_after_a_rest(
+    monkeypatch: pytest.MonkeyPatch, batch: int, backend: str
+) -> None:
+    """Chains are those of a model whose steps always draft: no row of the draft is lacking."""
+    chains: dict[tuple[int, ...], list[int]] = {}
+    chain, steps = FusedDrafter.chain, []
+
+    def noting(this: Any, index: int, room: int) -> list[int]:
+        made = chain(this, index, room)
+        texts = this.setting.texts
+        if room >= 2 and this.rested is False:
+            steps.append((index, tuple(texts[index].tokens), made))
+        return made
+
+    monkeypatch.setattr(FusedDrafter, "chain", noting)
+    monkeypatch.setattr(ChainedRound, "least", lambda *_: 1)  # texts are whole between steps
+    executable = executable_of(DRAFTERS["fused"], backend)
+    plan = executable.program.plan
+    always = compile(
+        executable.program.replace(plan=replace(plan, length=FixedLength())), Target.parse(backend)
+    )
+    wanted = decoded(monkeypatch, always, batch)[0]
+    chains = {(index, *text): made for index, text, made in steps if made}
+    del steps[:]
+    count = [0]
+
+    def size(policy: GoodputPolicy) -> int:
+        """Three steps that draft, and five that do not."""
+        known = policy.known
+        if known.steps < known.until:
+            return 0
+        count[0] += 1
+        if count[0] % 4:
+            return policy.most
+        known.until = known.steps + 5
+        return 0
+
+    monkeypatch.setattr(GoodputPolicy, "_size", size)
+    assert decoded(monkeypatch, executable, batch)[0] == wanted
+    found = {(index, *text): made for index, text, made in steps if made}
+    both = found.keys() & chains.keys()
+    assert len(both) > 6 and all(found[text] == chains[text] for text in both)
+    assert len(found) < len(chains)
 
 
 def test_outputs_that_are_not_plain_memory_are_kept_too(

@@ -236,7 +236,6 @@ def test_another_drafter_may_come_first() -> None:
     [
         ((named("draft_suffix"), UnrollDraft()), "has no function with a cache"),
         ((DraftEagle(), named("length_svip"), UnrollDraft()), "looks at each level"),
-        ((DraftEagle(), UnrollDraft(), named("length_goodput"), FuseDraft()), "gives up drafts"),
         ((DraftModel(model="same"), UnrollDraft(), FuseDraft()), "no unrolled drafter on features"),
         ((DraftEagle(), FuseDraft()), "requires 'unrolled'"),
     ],

@@ -134,7 +134,7 @@ class FusedDraft(WrappingDraft):
         yield step, {"drafted": ("", 1 + self.levels)}
 
     def misfits(self, plan: DecodePlan) -> Iterator[str]:
-        """See `Record.misfits`: records that make trees, a length that may ask for no draft."""
+        """See `Record.misfits`: records that make trees."""
         yield from super().misfits(plan)
         records: tuple[TreeRecord | DraftRecord, ...] = (plan.draft, *plan.draft.leaves, plan.tree)
         for part in records:
@@ -143,8 +143,3 @@ class FusedDraft(WrappingDraft):
                     f"the step drafts and takes every draft for a chain, but "
                     f"{part.slot}={part.brief} makes trees: leave fuse_draft out"
                 )
-        if plan.length.gives_up:
-            yield (
-                f"length={plan.length.brief} gives up drafts that do not pay, and a step that "
-                f"drafts makes them all the same: leave one of the two out"
-            )

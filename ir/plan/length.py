@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ..support.errors import InputError
 from .base import Record, Returned, policy, record
 from .bounds import Factor, Filled, Inside, Levels, Part, Seed, Share
+from .contract import Contract
 from .draft import CachedDraft
 
 if TYPE_CHECKING:  # a plan holds records, and their methods take plans
@@ -183,7 +184,15 @@ class GoodputLength(LengthRecord):
         return replace(plan, length=replace(self, of=plan.length))
 
     def misfits(self, plan: DecodePlan) -> Iterator[str]:
-        return self.of.misfits(plan)
+        """See `Record.misfits`: a verifier whose text depends on what is drafted."""
+        if plan.verify.contract is Contract.APPROXIMATE:
+            yield (
+                f"verify={plan.verify.brief} keeps tokens for being drafted, and length="
+                f"{self.brief} drafts as measured time says: the text would depend on the clock. "
+                f"Leave length_goodput out and choose a size (such as tree_static.nodes); "
+                f"optimize(strict=True) refuses one that is slower than the model"
+            )
+        yield from self.of.misfits(plan)
 
 
 @policy

@@ -24,9 +24,10 @@ After::
 Greedy verification is a comparison and the text's features are there: so a round of speculation is
 one call, in which draft and target share their threads, and the loop only reads numbers. Rows of
 the draft's cache stand beside those of the step's, position by position. Where something else
-decides than the argmax (sampling, penalties), the chain is a call of its own. Refuses a plan
-without an unrolled drafter on the step's features, and a length policy that gives drafts up: what
-it saves would be made all the same.
+decides than the argmax (sampling, penalties), the chain is a call of its own. Where a length policy
+gives drafts up, steps without drafts are those of the plain step, and the chain of its own makes
+what the draft's cache lacks then; over caches whose rows have no places of their own (evicted,
+shared) no draft is given up. Refuses a plan without an unrolled drafter on the step's features.
 """
 
 from __future__ import annotations

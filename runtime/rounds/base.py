@@ -12,7 +12,7 @@ import torch
 
 from ...ir import InputError, Program
 from ...ir.execution.executable import Executable
-from ...ir.plan import Pictures
+from ...ir.plan import LengthRecord, Pictures
 from ..asking.input_embeds import check_rows, reader_of
 from ..asking.options import GenerationOptions
 from ..asking.request import Request
@@ -44,10 +44,11 @@ class Decoding:
     """One generation: what the plan's parts are, and what every round does in the same way.
 
     texts: the sequences, which grow in place; own: those that are returned, which come before
-    their guides. feeder: runs steps; reader: prompts, or their last
-    tokens where `ahead` has the others. kept: what earlier calls left in the caches. retired: texts
-    of which nothing lies there any more. grammars: whether texts have any. fetch: outputs that a
-    general step must return. read: told of each step before it is verified; None if no part reads.
+    their guides. feeder: runs steps; reader: prompts, or their last tokens where `ahead` has the
+    others. kept: what earlier calls left in the caches. retired: texts of which nothing lies there
+    any more. grammars: whether texts have any. fetch: outputs that a general step must return;
+    rests: those of one without drafts, which `resting` runs. read: told of each step before it is
+    verified; None if no part reads.
     told: who is told of the prompts' logits, token by token, which are then all fed.
     Errors: `UnsupportedError` for a plan that cannot be carried out.
     """
@@ -65,19 +66,25 @@ class Decoding:
         self.own = request.own
         self.depth = policy_of(executable)
         self.cache = CACHES.find(plan.cache)(plan.cache, executable)
-        length = plan.length if plan.coupled or not options.repeats else plan.length.steady
-        self.length = LENGTHS.find(length)(length, executable, batch)
         fed, read = plan.step.fed(options.by_argmax), plan.step.read(options.by_argmax)
+        length = self._length_of(request, fed[0])
+        self.length = LENGTHS.find(length)(length, executable, batch)
         if request.pictures:
             read = Pictures.function(read[0]), read[1]
             _require(program, read[0])
         ahead, parts = plan.step.ahead, plan.step.parts
-        self.feeder = Feeder(executable, batch, *fed, parts=parts)
+        self.feeder = self.resting = Feeder(executable, batch, *fed, parts=parts)
+        if fed[0] != plan.step.plain and self.length.record.gives_up:
+            # Prompts, too: where drafts are given up nothing else ever runs.
+            read = plan.step.plain, 0
+            self.resting = Feeder(executable, batch, *read)
         if request.embeds:
             check_rows(request.embeds[0], program)
             read, ahead, parts = reader_of(program, argmax=options.by_argmax)
         same = read == fed and parts == plan.step.parts
         self.reader = self.feeder if same else Feeder(executable, batch, *read, parts=parts)
+        if self.resting is not self.feeder:
+            self.reader = self.resting
         self.ahead = Feeder(executable, batch, ahead) if ahead else None
         trait = BEAMS if options.beams else SAMPLING if options.do_sample else GREEDY
         verifier = VERIFIERS.find(plan.verify, trait)
@@ -90,6 +97,8 @@ class Decoding:
             self.stopping = Stopping(GenerationOptions(eos_token_id=()), program.info)
         wanted = (*self.verifier.fetch, *self.drafter.wants, *self.length.wants)
         self.fetch = tuple(dict.fromkeys(wanted))
+        wanted = (*self.verifier.fetch, *self.drafter.rests, *self.length.wants)
+        self.rests = tuple(dict.fromkeys(wanted))
         followers: tuple[Resumes, ...] = (self.drafter, self.depth)
         readers = [part.read for part in followers if part.reads]
         self.read = partial(_tell, readers) if readers else None
@@ -108,6 +117,15 @@ class Decoding:
         beside = range(batch if options.beams else 0)
         self.retired = {index for index in beside if index % options.num_beams}
 
+    def _length_of(self, request: Request, fed: str) -> LengthRecord:
+        """The plan's length record, or, where time must not or cannot decide, the same without."""
+        plan = self.program.plan
+        told = not plan.coupled and request.options.repeats
+        # Rows that plain steps leave out are made by place, from what the text says.
+        apart = not plan.cache.aligned or request.pictures or request.embeds
+        always = fed != plan.step.plain and apart
+        return plan.length.steady if told or always else plan.length
+
     @property
     def live(self) -> list[int]:
         """The sequences that go on."""
@@ -116,7 +134,7 @@ class Decoding:
     @property
     def reads_as_it_steps(self) -> bool:
         """Whether prompts and steps run alike, so that a token's rows do not depend on which."""
-        alike = self.reader is self.feeder and self.ahead is None
+        alike = self.reader in (self.feeder, self.resting) and self.ahead is None
         return alike and not self.program.plan.depth.acts
 
     @property
@@ -156,7 +174,7 @@ class Decoding:
             place(self.feeder.executable, self.pictures)
         if self.embeds:
             place_rows(self.feeder.executable, self.embeds)
-        self.reader.rows = self.feeder.rows
+        self.reader.rows = self.resting.rows = self.feeder.rows
         if any(text.generated for text in texts):  # what no step was asked for
             self.emit([text.tokens[text.prompt :] for text in texts])
         self.depth.begin(self.feeder, texts)
@@ -169,7 +187,9 @@ class Decoding:
             fed = [text.fed for text in texts]
         # Always the logits: the same compiled prefill serves every option, and one look at real
         # logits tells a broken model at once.
-        fetch = tuple(dict.fromkeys(("logits", *self.drafter.wants)))
+        rests = self.resting is not self.feeder
+        wanted = self.drafter.rests if rests else self.drafter.wants
+        fetch = tuple(dict.fromkeys(("logits", *wanted)))
         pieces = prefill(self.reader, texts, fetch, self.cache, self.read, fed, told=self.told)
         outputs, columns = yield from pieces
         self.verify(outputs, self.no_drafts, columns)

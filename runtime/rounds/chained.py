@@ -7,6 +7,7 @@ from time import perf_counter
 from ..feeding.calls import Call, CallInTurn
 from ..feeding.step_inputs import StepInputs
 from ..speculate.drafters.base import ChainDrafter
+from ..speculate.ready_chains import ReadyChains
 from ..speculate.sampling import agreed
 from .base import Decoding, Round
 
@@ -25,7 +26,7 @@ class ChainedRound(Round):
         self.fetch = ("argmax", *self.drafter.wants)
         width = decoding.feeder.width
         self.widths = [width(size + 1, 0) for size in range(self.levels + 1)]
-        ready = decoding.length.chains()
+        ready = chains_of(decoding)
         assert ready is not None
         self.ready = ready
 
@@ -37,16 +38,23 @@ class ChainedRound(Round):
             return False
         # A verifier that looks at more than the argmax takes what the argmax does not.
         decided = decoding.argmax_decides and decoding.verifier.fetch == ("argmax",)
-        chosen = not length.record.gives_up or drafter.ready
-        whole = chosen and length.chains() is not None and length.most >= drafter.levels
+        whole = chains_of(decoding) is not None and length.most >= drafter.levels
         return decided and whole and decoding.feeder.width(drafter.levels + 1, 0) > drafter.levels
 
     def wants(self) -> int | None:
         room = self.decoding.room()
-        return None if room is None else room // (self.levels + 1)
+        most = None if room is None else room // (self.levels + 1)
+        # A last token needs no step that drafts.
+        if self.decoding.resting is not self.decoding.feeder and not any(rooms_of(self.decoding)):
+            return 0
+        steps = self.ready.steps() if most != 0 else 0
+        return most if steps is None or (most is not None and most < steps) else steps
 
     def run(self, most: int | None) -> int:
         live, room = self.decoding.live, self.decoding.make_room(self.levels + 1, self.widths[-1])
+        start = perf_counter()
+        if self.drafter.prepare(rooms_of(self.decoding)):
+            self.ready.prepared(perf_counter() - start)
         new: list[list[int]] = [[] for _ in self.decoding.texts]
         steps = self._steps(new, live, self.least(most, room))
         self.commit(new, live)
@@ -103,6 +111,7 @@ class ChainedRound(Round):
                 drafter.learn(index, gained, more[index])
                 chains[index] = drafter.chain(index, room - 1) if room > 1 else []
             self.ready.learn(fed, evidence, accepted, took)
+            ended = ended or self.ready.enough
         feeder.seconds += seconds
         decoding.stats.count(steps, len(live))
         return steps
@@ -112,3 +121,16 @@ class ChainedRound(Round):
         feeder = self.decoding.feeder
         memory = feeder.buffers(width)
         return memory, memory.chain.fetching(feeder.executable, self.fetch)
+
+
+def chains_of(decoding: Decoding) -> ReadyChains | None:
+    """What says how much of the drafter's chains is verified; None: it is asked step by step."""
+    drafter, length = decoding.drafter, decoding.length
+    if isinstance(drafter, ChainDrafter) and drafter.ready:
+        return length.chains()
+    return length.made_chains()
+
+
+def rooms_of(decoding: Decoding) -> list[int]:
+    """Levels of a draft that each text has room for."""
+    return [0 if text.done else text.room for text in decoding.texts]

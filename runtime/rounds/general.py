@@ -74,6 +74,10 @@ class GeneralRound(Round):
         """Feed last tokens and drafts, and verify. Drafts wider than any step are cut."""
         decoding, texts = self.decoding, self.decoding.texts
         rows = [0 if text.done else text.rows for text in texts]
+        if decoding.resting is not decoding.feeder and not any(draft.tokens for draft in drafts):
+            drafts, feed = step_feed(decoding.resting, texts, drafts, rows, decoding.rests)
+            return self.take(drafts, feed.rows, decoding.resting.run(feed))
+        decoding.drafter.prepare([0 if text.done else text.room for text in texts])
         drafts, feed = step_feed(decoding.feeder, texts, drafts, rows, decoding.fetch)
         return self.take(drafts, feed.rows, decoding.depth.feed(feed))
 

@@ -49,7 +49,7 @@ class MissedSteps:
     def note(self, step: int, outputs: Outputs) -> None:
         """A step's outputs, which do not outlive it."""
         if outputs is not self.seen:
-            self.copies = [self._copy(name, outputs[name]) for name in self.drafter.wants]
+            self.copies = [self._copy(name, outputs[name]) for name in self.drafter.rests]
             self.seen = outputs
         for kept, value, size in self.copies:
             kept[step * size : (step + 1) * size] = value
@@ -99,7 +99,8 @@ class PlainRound(Round):
         # What the parts hand on is wanted of the last tokens alone: a step that is whole leaves
         # nothing out that a later one needs.
         whole = step.in_parts and (not executable.packs or len(step.parts) > MANY)
-        self.parts = (step.plain,) if whole else ()
+        apart = decoding.resting is not decoding.feeder
+        self.parts = (step.plain,) if whole or apart else ()
 
     @classmethod
     def fits(cls, decoding: Decoding) -> bool:
@@ -162,7 +163,7 @@ class RestingRound(PlainRound):
 
     def __init__(self, decoding: Decoding) -> None:
         super().__init__(decoding)
-        self.fetch = tuple(dict.fromkeys((*FETCH, *decoding.drafter.wants)))
+        self.fetch = tuple(dict.fromkeys((*FETCH, *decoding.drafter.rests)))
         self.missed: MissedSteps = MissedSteps(decoding.drafter, MISSED)
 
     @classmethod
@@ -191,4 +192,4 @@ class RestingRound(PlainRound):
 
 def one_by_one(decoding: Decoding) -> bool:
     """Whether a step without drafts takes and yields one token of each text, by its argmax."""
-    return decoding.argmax_decides and decoding.feeder.width(1, 0) == 1
+    return decoding.argmax_decides and decoding.resting.width(1, 0) == 1

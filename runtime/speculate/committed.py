@@ -130,6 +130,13 @@ class CommittedRows(Follower):
             known = len(self.texts[index]) - self.shift
             self.rows[index] = self.known[index] = min(self.rows[index], known)
 
+    def made(self, index: int, tokens: Sequence[int]) -> None:
+        """A sequence has gained tokens, and elsewhere the rows were made of all of its text but the
+        last of them."""
+        self.alive[index] = self.alive[index] and bool(tokens)
+        self.texts[index] += tokens
+        self.rows[index] = self.known[index] = len(self.texts[index]) - self.shift
+
     def look_ahead(self, features: torch.Tensor) -> dict[str, torch.Tensor]:
         """As `catch_up`, with one row more: that of the last token, whose feature f[B,1,H] the
         target has not said yet. It does not count, and is made again when it has."""

@@ -24,7 +24,19 @@ FIRST, LAST = 8, 1024
 
 
 class ReadyChains:
-    """Verifies every chain as far as it goes: the base, and what fixed lengths do."""
+    """Verifies every chain as far as it goes: the base, and what fixed lengths do.
+
+    enough: whether steps with chains had best end here.
+    """
+
+    enough = False
+
+    def steps(self) -> int | None:
+        """Steps with chains that had best be made now; 0: none; None: as many as there are."""
+        return None
+
+    def prepared(self, seconds: float) -> None:
+        """What was to be done before them took so long."""
 
     def size(self, sizes: Sequence[int], evidence: Sequence[int]) -> int:
         """Tokens that a step had best verify, of chains of these sizes, one of each unfinished

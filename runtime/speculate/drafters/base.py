@@ -31,6 +31,16 @@ class Drafter(Follower, ABC):
         self.record, self.executable, self.options = record, setting.executable, setting.options
         self.setting = setting
 
+    @property
+    def rests(self) -> tuple[str, ...]:
+        """Outputs that it wants of steps without drafts, where a step of its own drafts."""
+        return self.wants
+
+    def prepare(self, rooms: Sequence[int]) -> bool:
+        """Where a step of its own drafts, such steps are about to be made; whether it had to do
+        something for them. rooms: levels of a draft by text; 0 for done ones."""
+        return False
+
     def sources(self, count: int) -> Sequence[Sequence[int]]:
         """What each of `count` texts is written from; () where that is nothing of its own."""
         return [text.source for text in self.setting.texts] or [()] * count
@@ -72,10 +82,12 @@ class ChainDrafter(Drafter):
     So it need not be asked for all sequences at once (see `chained`). levels: tokens of its chains
     at most; 0: it makes none of these now. wants: at most one output, i64[B,N], of which `learn`
     takes the sequence's row. ready: its chains take no time to make, whether they are used or not.
+    in_step: the step that verifies a chain makes the next one.
     """
 
     levels: int = 0
     ready: bool = True
+    in_step: ClassVar[bool] = False
 
     def evidence(self, index: int) -> int:
         """How much speaks for the sequence's next chain, in a few steps: chains for which as much

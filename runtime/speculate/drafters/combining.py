@@ -25,6 +25,13 @@ class CombiningDrafter(Drafter):
         self.wants = tuple(dict.fromkeys(name for part in self.parts for name in part.wants))
         self.reads = any(part.reads for part in self.parts)
 
+    @property
+    def rests(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for part in self.parts for name in part.rests))
+
+    def prepare(self, rooms: Sequence[int]) -> bool:
+        return any([part.prepare(rooms) for part in self.parts])
+
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         for part in self.parts:
             part.begin(prompts)

@@ -55,6 +55,10 @@ class LengthPolicy:
         by step, see `limits`."""
         return ReadyChains() if type(self) is LengthPolicy else None
 
+    def made_chains(self) -> ReadyChains | None:
+        """The same of chains that the step before has made."""
+        return None if self.record.gives_up else self.chains()
+
     def rest(self) -> int:
         """Steps from now on in which nothing will be drafted, whatever they yield."""
         return 0

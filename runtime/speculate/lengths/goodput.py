@@ -13,14 +13,18 @@ from ...feeding.draft import VerifiedStep
 from ...memo import learnt
 from ..costs import Costs
 from ..level import Level
-from ..ready_chains import FORGET, HORIZON, SURE, ChainKnowledge, MeasuredChains
+from ..ready_chains import FORGET, HORIZON, SURE, ChainKnowledge, MeasuredChains, ReadyChains
 from .base import LENGTHS, Flags, LengthPolicy
 
 CALM = 16
 """Steps without drafts at least, once that seems best: the decision itself takes a tenth of one."""
 
-WHOLE_EVERY, PLAIN_EVERY = 16, 32
-"""Steps after which a whole draft, or none, is tried again where another size seems best."""
+WHOLE_EVERY, PLAIN_EVERY, PLAIN_RARELY = 16, 32, 256
+"""Steps after which a whole draft, or none, is tried again where another size seems best; rarely
+where the step after one without a draft has none either."""
+
+STRETCH = 8
+"""Steps with chains between two decisions, where the step makes them."""
 
 
 MOST_EVERY = 1024
@@ -63,13 +67,17 @@ class Knowledge:
     def learn(self, taken: VerifiedStep, asked: Sequence[int]) -> None:
         """What became of each draft token. asked: how many were, of each sequence."""
         for draft, path, wanted in zip(taken.drafts, taken.paths, asked, strict=True):
-            # What a grammar forces was not asked for, and may be longer than any draft of the plan.
-            size = min(len(draft.tokens), len(self.asked))
-            wanted = max(size, wanted)
-            for counts, found in ((self.asked, wanted), (self.made, size), (self.hits, 0)):
-                counts[:wanted] *= FORGET
-                counts[:found] += 1
-            self.hits[[node for node in path if node < size]] += 1
+            self.count(len(draft.tokens), path, wanted)
+
+    def count(self, made: int, path: Sequence[int], wanted: int) -> None:
+        """What became of one draft of `made` tokens."""
+        # What a grammar forces was not asked for, and may be longer than any draft of the plan.
+        size = min(made, len(self.asked))
+        wanted = max(size, wanted)
+        for counts, found in ((self.asked, wanted), (self.made, size), (self.hits, 0)):
+            counts[:wanted] *= FORGET
+            counts[:found] += 1
+        self.hits[[node for node in path if node < size]] += 1
 
     def plain_step(self, width: int) -> float:
         """Seconds of a step of this width without a draft; steps of a rest may take less."""
@@ -114,6 +122,11 @@ class GoodputPolicy(LengthPolicy):
         self.of = LENGTHS.find(record.of)(record.of, executable, batch)
         self.wants = self.of.wants
         self.asked = [0] * batch
+        self.in_step = any(leaf.in_step for leaf in executable.program.plan.draft.leaves)
+        self.plain_every = PLAIN_RARELY if self.in_step else PLAIN_EVERY
+
+    def made_chains(self) -> ReadyChains | None:
+        return _MadeChains(self) if type(self.of) is LengthPolicy else None
 
     def chains(self) -> MeasuredChains:
         kept: dict[object, ChainKnowledge] = learnt(self.executable, ChainKnowledge)
@@ -135,7 +148,7 @@ class GoodputPolicy(LengthPolicy):
         known, costs = self.known, self.known.costs
         if known.steps < known.until:
             return 0  # plain steps teach nothing about drafts
-        if costs.known(int(self.widths[0])) < SURE or known.steps - known.plain >= PLAIN_EVERY:
+        if costs.known(int(self.widths[0])) < SURE or known.steps - known.plain >= self.plain_every:
             return 0
         if not known.timings.looked:
             known.timings.looked, known.until = True, known.steps + SURE
@@ -145,8 +158,7 @@ class GoodputPolicy(LengthPolicy):
         widths = np.interp(sizes, np.arange(reach), self.widths[:reach])
         seconds = costs.at(widths) + known.making.at(sizes)
         plain = seconds[0] = known.plain_step(int(self.widths[0]))
-        half = self.record.loss / 2
-        account = half * (HORIZON + known.tokens) * plain - known.lost
+        half, account = self.record.loss / 2, self.account()
         best = int(np.argmax(known.expected()[: len(seconds)] / seconds))
         if best and account < 0:
             return self._none(-account / (half * plain))
@@ -168,13 +180,22 @@ class GoodputPolicy(LengthPolicy):
             return self._none(max(undue, (tries[largest] - account) / (half * plain)))
         return best
 
+    def account(self) -> float:
+        """Seconds that may be lost."""
+        known = self.known
+        plain = known.plain_step(int(self.widths[0]))
+        return self.record.loss / 2 * (HORIZON + known.tokens) * plain - known.lost
+
     def _none(self, steps: float) -> int:
         """No draft for so many steps."""
         self.known.until = self.known.steps + max(1 + int(steps), CALM)
         return 0
 
     def _reach(self) -> int:
-        """The largest size that may be tried: no more than twice as wide as what was measured."""
+        """The largest size that may be tried: no more than twice as wide as what was measured,
+        unless a draft costs the same whatever is verified of it."""
+        if self.in_step:
+            return self.most
         widest = self.known.costs.widths[-1]
         following = self.widths[np.searchsorted(self.widths, widest, side="right") :][:1]
         limit = max(2 * widest, *following, 0)
@@ -212,3 +233,39 @@ class GoodputPolicy(LengthPolicy):
             known.until = 0
         else:
             known.plain = known.steps
+
+
+class _MadeChains(ReadyChains):
+    """Decides for a few steps at once on chains that the step before has made."""
+
+    def __init__(self, policy: GoodputPolicy) -> None:
+        self.policy, self.chosen = policy, 0
+
+    def steps(self) -> int:
+        known = self.policy.known
+        self.chosen, self.enough = self.policy._size(), False
+        tried = known.whole == known.steps
+        return (1 if tried else STRETCH) if self.chosen else 0
+
+    def size(self, sizes: Sequence[int], evidence: Sequence[int]) -> int:
+        return min(self.chosen, max(sizes))
+
+    def prepared(self, seconds: float) -> None:
+        self.policy.known.lost += seconds
+
+    def learn(
+        self, fed: Sequence[int], evidence: Sequence[int], accepted: Sequence[int], seconds: float
+    ) -> None:
+        policy, known, longest = self.policy, self.policy.known, max(fed)
+        mean = 1 + sum(accepted) / len(fed)
+        # A step without a chain made one, which is no part of a plain step.
+        spent = known.costs.add(int(policy.widths[longest]), seconds) if longest else seconds
+        if longest:
+            known.making.add(longest, 0.0, trusted=True)
+        known.lost += spent - mean * known.plain_step(int(policy.widths[0]))
+        for size, count in zip(fed, accepted, strict=True):
+            known.count(size, range(count), self.chosen)
+        known.steps += 1
+        known.tokens += mean
+        known.until = 0
+        self.enough = policy.account() < 0
