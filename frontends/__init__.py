@@ -55,7 +55,8 @@ def import_model(source: Any, dtype: torch.dtype | None = None, known: Known = n
 def _import_path(path: Path, dtype: torch.dtype | None, known: Known) -> Program:
     if not path.exists():
         raise InputError(
-            f"{path} does not exist; expected the folder of a checkpoint (nothing is downloaded)"
+            f"{path} does not exist; expected the folder of a checkpoint or of an artifact, or a "
+            f".gguf or .onnx file"
         )
     from .onnx.reader import is_onnx
 

@@ -311,8 +311,8 @@ def _find(source: str | Path) -> Path:
         return plain_path("recipe", source)
     if text not in (known := _known()):
         raise InputError(
-            f"no recipe is called {text!r}{_near(text, known)}; there are "
-            f"{', '.join(sorted(known))}. A recipe of your own is a path that ends in .yaml"
+            f"no recipe is called {text!r}{_near(text, known) or ':'} `graftwork recipes` lists "
+            f"all {len(known)}, and one of your own is a path that ends in .yaml"
         )
     return known[text]
 

@@ -169,7 +169,8 @@ def test_refuses_files_it_cannot_read(tmp_path: Path) -> None:
     refused(tmp_path / "none.yaml", "cannot read", "none.yaml")
     (tmp_path / "latin.yaml").write_bytes(b"title: \xff")
     refused(tmp_path / "latin.yaml", "cannot read", "latin.yaml")
-    refused("baselin", "no recipe is called 'baselin'", "did you mean 'baseline'")
+    refused("baselin", "'baselin'; did you mean 'baseline'? `graftwork recipes` lists all")
+    refused("xyzzy", "no recipe is called 'xyzzy': `graftwork recipes` lists all")
     refused({"passes": [{"test_fold": {"scale": object()}}]}, "test_fold", "plain data")
 
 

@@ -148,7 +148,11 @@ REFUSED = [
     ({"n": 99}, 400, "n: "),
     ({"messages": []}, 400, "messages"),
     ({"messages": [{"role": "robot", "content": "x"}]}, 400, "messages.0.role"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "type"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        400,
+        "messages.0.content: parts of type 'image_url' are not read here, only 'text'",
+    ),
     ({"model": "gpt-9"}, 404, "'gpt-9' is not here; there is 'demo'"),
     ({"max_tokens": 10**6}, 400, r"exceed"),
     ({"messages": [{"role": "user", "content": "x y " * 2000}]}, 400, "tokens, and"),
@@ -288,3 +292,15 @@ def test_a_taken_port_is_said_before_the_model_is_read(
         given = ("--port", taken.getsockname()[1])
         assert run("serve", tmp_path / "no model", *given) == 2
     assert "another process listens there" in capsys.readouterr().err
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_it_is_traced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(Path(DEMO) / name)
+    monkeypatch.setattr("torch.export.export", None)
+    for command in (("serve", tmp_path, "--port", 0), ("generate", tmp_path, "--prompt", "x")):
+        assert run(*command) == 2
+        what = "serve" if command[0] == "serve" else "--prompt"
+        assert f"with a tokenizer.json, which {what} needs" in capsys.readouterr().err

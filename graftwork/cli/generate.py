@@ -25,6 +25,7 @@ from .options import (
     TemplateOption,
     decoding,
     require,
+    require_tokenizer,
     template_text,
 )
 
@@ -111,7 +112,7 @@ def generate(
             ids = encode(opened.tokenizer, text)
         begun = opened.program.plan.source.beginning(ids)
         require(bool(ids), "--prompt: expected some text; it has no tokens")
-        known(info, {}, False)
+        known(info, opened.program.assets, False)
         if info.defaults.supported.keys().isdisjoint(("max_new_tokens", "max_length")):
             keywords.setdefault("max_new_tokens", max(1, min(128, info.context - len(begun))))
         keywords["return_dict_in_generate"] = True
@@ -154,12 +155,7 @@ def _known(
     def known(info: ModelInfo, assets: Mapping[str, Path], room: bool) -> None:
         sampled = keywords.get("do_sample", info.defaults.do_sample)
         require(not shapes or bool(sampled), _NEED_TEMPERATURE)
-        if not assets:
-            return
-        require(
-            "tokenizer.json" in assets,
-            f"{model}: expected a model with a tokenizer.json, which --prompt needs; there is none",
-        )
+        require_tokenizer(model, assets, "--prompt")
         if text is None:
             check_template(assets, model, given)
         elif room:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +32,12 @@ def require(holds: bool, message: str) -> None:
 
     if not holds:
         raise InputError(message)
+
+
+def require_tokenizer(model: str, assets: Mapping[str, Path], what: str) -> None:
+    """Errors: `InputError` for a model whose files have no tokenizer. what: needs one."""
+    found = "tokenizer.json" in assets
+    require(found, f"{model}: expected a model with a tokenizer.json, which {what} needs")
 
 
 def listed(names: str) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,10 +18,14 @@ from .options import (
     TargetOption,
     TemplateOption,
     require,
+    require_tokenizer,
     template_text,
 )
 
 # Late imports: torch takes seconds, and the extra `serve` may not be installed.
+
+if TYPE_CHECKING:
+    from ..ir import ModelInfo
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -81,7 +86,13 @@ def serve(
             from ..serving.service import Service
             from .open_model import open_model
 
-            opened = open_model(model, recipe, set_, target, show, data=data, runs=True)
+            def known(info: ModelInfo, assets: Mapping[str, Path], room: bool) -> None:
+                require_tokenizer(model, assets, "serve")
+
+            opened = open_model(
+                model, recipe, set_, target, show, data=data, known=known, runs=True
+            )
+            require_tokenizer(model, opened.program.assets, "serve")  # of an artifact, too
             show("compile")
             service = Service(
                 opened,

@@ -264,6 +264,16 @@ class ChatMessage(BaseModel):
     content: str | list[Part] | None = None
     tool_calls: list[dict[str, Any]] | None = None
 
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_alone(cls, content: Any) -> Any:
+        """Errors: `ValueError` for parts that are pictures, sound or files."""
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind != "text":
+                raise ValueError(f"parts of type {kind!r} are not read here, only 'text'")
+        return content
+
     def plain(self) -> dict[str, Any]:
         """For a chat template: parts as one text, a developer's message as the system's, arguments
         of calls as objects."""
