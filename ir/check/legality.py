@@ -176,6 +176,14 @@ def _idle(plan: DecodePlan) -> Iterator[str]:
     growing = [leaf for leaf in draft.leaves if leaf.grows]
     if tree != DEFAULT.tree and not growing:
         yield f"tree={tree.brief} is never followed: {who} decides the shape of its drafts itself"
+    deepest = tree.deepest
+    if deepest is not None and growing and all(0 < leaf.levels < deepest for leaf in growing):
+        reached = max(leaf.levels for leaf in growing)
+        yield (
+            f"tree={tree.brief} is {deepest} levels deep, of which {who} predicts {reached} at "
+            f"most: let it predict more (levels, heads or masks of its pass), or set the tree's "
+            f"depth to {reached}"
+        )
     if length.by_level and not growing:
         yield f"length={length.brief} is never asked: {who} predicts nothing level by level"
     if verify.siblings and (not tree.samples or tree.chain):
@@ -183,17 +191,23 @@ def _idle(plan: DecodePlan) -> Iterator[str]:
             f"verify={verify.brief} never does anything: no draft of tree={tree.brief} has "
             f"siblings that were sampled independently"
         )
-    yield from _never_asked(draft, tree.sure)
+    yield from _never_asked(draft, plan)
 
 
-def _never_asked(draft: DraftRecord, sure: bool) -> Iterator[str]:
-    """Drafters after one that always drafts, and duplicates."""
+def _never_asked(draft: DraftRecord, plan: DecodePlan) -> Iterator[str]:
+    """Drafters after one that always drafts, or drafts wherever they do."""
     parts: Sequence[DraftRecord] = draft.parts
     for index, part in enumerate(parts):
-        yield from _never_asked(part, sure)
+        yield from _never_asked(part, plan)
         if part in parts[:index]:
             yield f"draft={part.brief} is there twice: the second one never has another draft"
-        before = [other for other in parts[:index] if _always(other, sure)]
+        covering = [other for other in parts[:index] if other != part and other.covers(part)]
+        if covering and draft.in_turn:
+            yield (
+                f"draft={part.brief} is never asked: draft={covering[0].brief} comes before it and "
+                f"has a draft wherever it has one; put the stricter one first"
+            )
+        before = [other for other in parts[:index] if _always(other, plan.tree.sure)]
         if before and draft.in_turn:
             yield (
                 f"draft={part.brief} is never asked: draft={before[0].brief} comes before it and "

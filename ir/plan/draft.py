@@ -127,6 +127,10 @@ class DraftRecord(Record):
             return self.most
         return self.levels if tree is None else tree
 
+    def covers(self, other: DraftRecord) -> bool:
+        """Whether it has a draft wherever another one has."""
+        return self == other
+
     def sizes(self, tree: int | None) -> frozenset[int]:
         """Tokens that drafts have where they are whole: each part's alone, and all it makes.
 

@@ -58,6 +58,12 @@ class TreeRecord(Record):
         return 1
 
     @property
+    def deepest(self) -> int | None:
+        """Its levels at most, `depth`; None: the drafter says."""
+        own: int | None = getattr(self, "depth", None)
+        return own
+
+    @property
     def sure(self) -> bool:
         """Whether some prediction becomes the draft, however unlikely all are."""
         return True
@@ -115,6 +121,11 @@ class ShapedTree(TreeRecord):
     """Base of trees with a node for each of their `paths`."""
 
     paths: Paths
+
+    @property
+    def depth(self) -> int:
+        """Length of the longest path."""
+        return max(map(len, self.paths), default=0)
 
     @property
     def most(self) -> int:
@@ -185,11 +196,6 @@ class StaticTree(ShapedTree):
         """A tree of paths in any order. Nobody knows what they are worth: a rank and a level more
         count alike."""
         return cls(tuple(sorted((tuple(path) for path in paths), key=_by_ranks)))
-
-    @property
-    def depth(self) -> int:
-        """Length of the longest path."""
-        return max(map(len, self.paths), default=0)
 
     @property
     def widths(self) -> tuple[int, ...]:

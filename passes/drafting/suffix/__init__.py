@@ -46,6 +46,9 @@ class SuffixDraft(DraftRecord):
         if self.shortest > self.longest:
             raise InputError(f"shortest={self.shortest} is more than longest={self.longest}")
 
+    def covers(self, other: DraftRecord) -> bool:
+        return isinstance(other, SuffixDraft) and self.shortest <= other.shortest
+
 
 _Entries: TypeAlias = dict[int, list[Any]]
 

@@ -37,7 +37,11 @@ class Timings:
 
     costs: seconds of a step by width; resting: of one while nothing is drafted for a while, under
     width 1. making: seconds that a draft takes by its size. looked: whether a rest was timed.
+    preparing: seconds before the first draft after a rest, where the step makes the others; None:
+    not known.
     """
+
+    preparing: float | None = None
 
     def __init__(self) -> None:
         self.looked = False
@@ -168,6 +172,9 @@ class GoodputPolicy(LengthPolicy):
         # start pays for: a few tokens teach little. Where making any takes more than that, they
         # come with it, once it is earned.
         tries = seconds - plain
+        if self.in_step:
+            ahead = known.timings.preparing
+            tries[1:] += plain if ahead is None else ahead
         risked = max(half * HORIZON * plain, 1.5 * tries[1])
         largest = int(np.searchsorted(tries, risked, side="right")) - 1
         due = known.steps - known.whole >= known.patience
@@ -251,7 +258,11 @@ class _MadeChains(ReadyChains):
         return min(self.chosen, max(sizes))
 
     def prepared(self, seconds: float) -> None:
-        self.policy.known.lost += seconds
+        known = self.policy.known
+        known.lost += seconds
+        before = known.timings.preparing
+        # What is opened or compiled at the first time is part of it.
+        known.timings.preparing = seconds if before is None else min(before, seconds)
 
     def learn(
         self, fed: Sequence[int], evidence: Sequence[int], accepted: Sequence[int], seconds: float
