@@ -2,11 +2,13 @@
 
     python benchmarks/real.py MODEL [MODEL ...] --text NAME=FILE [--text NAME=FILE ...]
         --prompts PROMPTS.jsonl [--calibration FILE] [--corpus FILE.json] [--recipes A,B,...]
-        [--target onnxruntime:cpu:float32] [--count 8] [--tokens 64] [--threads 2]
+        [--set RECIPE.PASS.OPTION=VALUE ...] [--target onnxruntime:cpu:float32] [--count 8]
+        [--tokens 64] [--threads 2]
         --json F [--svg F] [--markdown F]
 
 MODEL: a checkpoint folder or a .gguf file. Every recipe of every model is a cell, beside the plain
-model (`baseline`); what stands in `json` is not measured again. A cell:
+model (`baseline`); what stands in `json` is not measured again. `set` changes a recipe's options:
+such a row stands beside the recipe's own, and is not drawn. A cell:
 
     made        seconds of `optimize`
     weights     bytes, over the plain model's
@@ -44,6 +46,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from systems import with_settings
 
 import graftwork as gw
 from graftwork.backends import Target
@@ -174,9 +177,14 @@ def work(args: argparse.Namespace) -> None:
     plain = Plain(args.models[0], args)
     for name in args.recipes.split(","):
         start = time.perf_counter()
-        row = cell(plain, Recipe.load(name))
+        row = cell(plain, with_settings(name, args.set))
         row["seconds"] = round(time.perf_counter() - start)
         print(json.dumps(rounded(row)), flush=True)
+
+
+def settings_of(name: str, settings: list[str]) -> list[str]:
+    """Those of ``recipe.pass.option=value`` that are a recipe's, without its name."""
+    return [rest for owner, _, rest in (one.partition(".") for one in settings) if owner == name]
 
 
 def rounded(value: Any) -> Any:
@@ -208,7 +216,9 @@ def markdown(rows: list[dict[str, Any]], labels: list[str]) -> str:
             ]
             held = [f"{row['caches']:.2f}" if "caches" in row else ""] * caches
             cells = [
-                f"`{row['recipe']}`" + (", untrained" if row["untrained"] else ""),
+                f"`{row['recipe']}`"
+                + "".join(f", `{one}`" for one in row.get("set", []))
+                + (", untrained" if row["untrained"] else ""),
                 *(row["model"], f"{row['made']:.0f} s", f"{row['weights']:.2f}", *held),
                 *(f"{row['same']}/{row['texts']} ({row['kept']:.0%})", f"{row['accepted']:.2f}"),
                 *(f"{row['speed']:.2f}", f"{row['prompt']:.2f}", *told),
@@ -342,6 +352,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path)
     parser.add_argument("--corpus", type=Path)
     parser.add_argument("--recipes", default=",".join(recipe.name for recipe in recipes()))
+    parser.add_argument("--set", action="append", default=[], metavar="RECIPE.PASS.OPTION=VALUE")
     parser.add_argument("--target", default="onnxruntime:cpu:float32")
     parser.add_argument("--count", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
@@ -354,15 +365,22 @@ def main() -> None:
     if args.work:
         work(args)
         return
+    strange = [one for one in args.set if one.partition(".")[0] not in args.recipes.split(",")]
+    if strange:
+        parser.error(f"--set {strange[0]}: expected one of --recipes before the first dot")
+    for name in args.recipes.split(","):
+        with_settings(name, args.set)  # what is wrong with them is said before the slow part
     rows: list[dict[str, Any]] = json.loads(args.json.read_text()) if args.json.exists() else []
     for path in args.models:
-        known = {row["recipe"] for row in rows if row["model"] == path.name}
-        left = [name for name in args.recipes.split(",") if name not in known]
+        known = [(r["recipe"], r.get("set", [])) for r in rows if r["model"] == path.name]
+        asked = args.recipes.split(",")
+        left = [n for n in asked if (n, settings_of(n, args.set)) not in known]
         while left:
             for row in worked(
                 path, left, [a for a in sys.argv[1:] if a not in map(str, args.models)]
             ):
                 left.remove(row["recipe"])
+                row |= {"set": mine} if (mine := settings_of(row["recipe"], args.set)) else {}
                 rows.append(row)
                 print(json.dumps(row), flush=True)
                 args.json.write_text(json.dumps(rows, indent=1))
@@ -370,7 +388,7 @@ def main() -> None:
     if args.markdown:
         args.markdown.write_text(markdown(rows, labels))
     if args.svg and labels:
-        draw(rows, labels, args.svg)
+        draw([row for row in rows if "set" not in row], labels, args.svg)
 
 
 if __name__ == "__main__":

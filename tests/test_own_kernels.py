@@ -32,8 +32,7 @@ def test_a_kernel_gives_the_meaning_and_the_same_bits_on_both_backends(op):
         got, want = ([x] if isinstance(x, torch.Tensor) else list(x) for x in (got, want))
         for mine, meant in zip(got, want, strict=True):
             torch.testing.assert_close(mine, meant, rtol=1e-4, atol=1e-5)
-        if op.native.onnx:
-            assert all(map(torch.equal, on_onnxruntime(op, arguments, options), got))
+        assert all(map(torch.equal, on_onnxruntime(op, arguments, options), got))
 
 
 def test_a_kernel_that_would_be_told_too_little_is_refused(monkeypatch):

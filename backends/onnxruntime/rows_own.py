@@ -19,7 +19,7 @@ def runs_own(node: torch.fx.Node) -> bool:
     """Whether graftwork's own kernel runs a call on a CPU. Each gives a token the same bits
     whatever shares its step."""
     op = op_of(node.target)
-    if op is None or op.native is None or not op.native.onnx:
+    if op is None or op.native is None:
         return False
     given = arguments(node)
     plain = all(given[x] is None or ir_type(given[x]).dtype == torch.float32 for x in floats(op))
@@ -43,5 +43,5 @@ def _enter(op: OpDef) -> None:
 
 
 for _op in own_ops():
-    if _op.native is not None and _op.native.onnx:
+    if _op.native is not None:
         _enter(_op)

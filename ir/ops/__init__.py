@@ -48,15 +48,12 @@ class Native:
     """A kernel of `backends/kernels` for an op, on float32 operands.
 
     sizes: letters of the declaration that are passed to the kernel, in order; those of operands
-    that are absent as 0. cast: floating
-    operands, by name, that torch converts to float32 first; other dtypes elsewhere run the op's
-    meaning. onnx: whether ONNX Runtime runs the kernel too. Floating options that are None are
-    passed as 0.
+    that are absent as 0. cast: floating operands, by name, that torch converts to float32 first;
+    other dtypes elsewhere run the op's meaning. Floating options that are None are passed as 0.
     """
 
     sizes: str
     cast: str = ""
-    onnx: bool = True
 
 
 @dataclass(frozen=True)
