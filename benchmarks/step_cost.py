@@ -3,6 +3,7 @@
     python benchmarks/step_cost.py MODEL [--recipes baseline,int8] [--target T]
 
 Recipes take turns, width by width; a cell is the median over the rounds, and the fastest round.
+With one thread it is milliseconds of the processor, which other programs hardly change.
 `past` are tokens of the text before the step: a cache with a budget holds no more rows than that,
 and is full here. Rows hold random numbers, because memory that nobody wrote is read from one page.
 """
@@ -14,6 +15,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -48,7 +50,13 @@ def fill(executable: Executable, past: int) -> None:
             executable.write_rows(0, 0, {name: random.to(written.dtype)})
 
 
-def step_seconds(executable: Executable, width: int, past: int, repeats: int) -> float:
+def step_seconds(
+    executable: Executable,
+    width: int,
+    past: int,
+    repeats: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     """Seconds of one step of `width` tokens after a text of `past`, as the decode loop makes it.
 
     The mean over `repeats`.
@@ -63,10 +71,10 @@ def step_seconds(executable: Executable, width: int, past: int, repeats: int) ->
     call = executable.hold("step", inputs, ("argmax",))
     for _ in range(WARM_UP):
         call()
-    start = time.perf_counter()
+    start = clock()
     for _ in range(repeats):
         call()
-    return (time.perf_counter() - start) / repeats
+    return (clock() - start) / repeats
 
 
 def main() -> None:
@@ -83,6 +91,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     args = parser.parse_args()
     target = Target.parse(args.target, threads=args.threads)
+    clock = time.process_time if args.threads == 1 else time.perf_counter
     models = {r: gw.optimize(args.model, r, target=target) for r in args.recipes.split(",")}
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
     for model in models.values():
@@ -92,7 +101,7 @@ def main() -> None:
     for _ in range(args.rounds):
         for width in args.widths:
             for recipe, model in models.items():
-                seconds = step_seconds(model.executable, width, args.past, args.repeats)
+                seconds = step_seconds(model.executable, width, args.past, args.repeats, clock)
                 times[recipe, width].append(1e3 * seconds)
     for recipe in models:
         medians = {w: statistics.median(times[recipe, w]) for w in args.widths}
