@@ -19,7 +19,7 @@ from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.training import FitState, checkpoint, fit
 from graftwork.training.net import Net
 from graftwork.training.objectives.base import Batch, objective_of
-from graftwork.training.teacher_cache import FOLDER, Teacher, TeacherCache
+from graftwork.training.teacher_cache import CHOSEN, FOLDER, Teacher, TeacherCache
 
 TOKENS = torch.arange(12).view(3, 4) % 32
 FIRSTS = torch.tensor([1, 1, 1])
@@ -41,7 +41,8 @@ def test_logits_come_from_the_kept_states(drafter: object) -> None:
     for name in made.taps:
         torch.testing.assert_close(states[name], whole[name])
     # What Medusa takes serves for the logits too; without, a value of the model's width does.
-    assert set(states) == {*made.taps, made.bottleneck}
+    assert set(states) == {*made.taps, made.bottleneck, CHOSEN}
+    assert torch.equal(states[CHOSEN], whole["logits"].argmax(-1))
     assert (made.bottleneck == "bottleneck") is not isinstance(drafter, DraftMedusa)
     assert states[made.bottleneck].shape == (3, 4, 32)
 
@@ -68,6 +69,11 @@ def test_each_window_is_used_once_before_one_comes_again(tmp_path: Path) -> None
     assert all(torch.equal(lesson.states[name], expected[name]) for name in expected)
     # What belongs to a window stays with it: here the n-th file's tokens are n higher a row.
     assert torch.equal(lesson.firsts, 1 + -lesson.tokens[:, 0] % 4)
+    # Windows that are held out are not among the others.
+    lessons.held, lessons.turn = 2, -1
+    held = lessons.held_out().tokens[:, 0].tolist()
+    kept = torch.cat([lessons.batch(step, 1).tokens[:, 0] for step in range(7)]).tolist()
+    assert held == [0, 4] and sorted([*held, *kept]) == everything
     lessons.remove()
     assert not list(tmp_path.iterdir())
 
@@ -107,8 +113,8 @@ def test_an_interrupted_training_goes_on_with_its_windows(tmp_path: Path, monkey
     model = drafted(DraftMedusa())
     with pytest.raises(KeyboardInterrupt):
         fit(model, TEXT, out=tmp_path / "a", progress=stop, **options)
-    # 80 steps of 2 windows, each used 4 times: 40 windows, in files of 16.
-    assert asked == [16, 16, 16] and len(list((tmp_path / "a" / FOLDER).iterdir())) == 3
+    # 80 steps of 2 windows, each used 4 times: 40 windows, in files of 16: text, and activations.
+    assert asked == [16, 16, 16] and len(list((tmp_path / "a" / FOLDER).iterdir())) == 6
     resumed = fit(model, TEXT, out=tmp_path / "a", resume=True, **options)
     assert len(asked) == 3 and not (tmp_path / "a" / FOLDER).exists()
     whole = fit(model, TEXT, out=tmp_path / "b", **options)

@@ -41,6 +41,11 @@ def template_of(program: Program, *, given: str | None = None, tools: bool = Fal
     return ChatTemplate(several[wanted], str(where), special_tokens(assets))
 
 
+def has_template(program: Program) -> bool:
+    """Whether a model's files hold a chat template."""
+    return bool(_templates(program.assets)[0])
+
+
 def check_template(
     assets: Mapping[str, Path], name: str, given: str | None = None
 ) -> tuple[dict[str, str], Path | None]:

@@ -21,7 +21,12 @@ def shown(state: FitState) -> str:
     """
     if not state.step or math.isnan(state.loss):
         return state.phase
-    return f"{state.phase} step {state.step} loss {state.loss:.3f}"
+    text = f"{state.phase} step {state.step} loss {state.loss:.3f}"
+    if not math.isnan(state.rate):
+        text += f", {state.rate:.2f} steps/s"
+    if not math.isnan(state.accepted):
+        text += f", {state.accepted:.2f} tokens a step on held-out text"
+    return text
 
 
 @contextmanager

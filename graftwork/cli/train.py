@@ -17,6 +17,7 @@ from .options import TO_WRITE, ModelArg, RecipeOption, SetOption, TargetOption, 
 # Late imports: torch takes seconds, which `--help` does not need.
 
 if TYPE_CHECKING:
+    from ..model import Model
     from ..recipe import Recipe
     from ..training import Fitted
 
@@ -44,6 +45,7 @@ def train(
     ] = None,
     own: Annotated[float, typer.Option(help="Share of windows that the model continues.")] = 0.75,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    half: Annotated[bool, typer.Option(help="Matrix products in bfloat16.")] = False,
     lora: Annotated[
         int,
         typer.Option(
@@ -54,9 +56,13 @@ def train(
     lessons: Annotated[
         Path | None,
         typer.Option(
-            **TO_WRITE, help="Of layers: keep what the whole model says here, for other runs."
+            **TO_WRITE, help="Keep texts and what the model says of them, for other runs."
         ),
     ] = None,
+    writer: Annotated[
+        str,
+        typer.Option(help="Of heads: the recipe by which the model writes text, or '' as it is."),
+    ] = "int8",
     resume: Annotated[bool, typer.Option(help="Continue from the checkpoint in --out.")] = False,
 ) -> None:
     """Train a recipe's draft heads on what the model itself predicts; or, for one that leaves
@@ -81,12 +87,10 @@ def train(
         require(data is not None, "healing layers takes --data: texts like those to be written")
         options: dict[str, Any] = {"minutes": minutes, "steps": steps, "batch": batch}
         options |= {**rates, "window": window, "seed": seed, "lora": lora, "lessons": lessons}
+        options["half"] = half
         _heal(model, chosen, data, folder, resume, options)
         return
-    require(
-        not lora and lessons is None,
-        f"--lora and --lessons are for recipes that leave layers out, and {chosen.name} does not",
-    )
+    require(not lora, f"--lora is for recipes that leave layers out, and {chosen.name} does not")
     with training_progress(err) as update, _interruptible(folder):
         made = optimize(
             model,
@@ -100,6 +104,8 @@ def train(
             data,
             out=folder,
             resume=resume,
+            writer=_writer(model, writer, made, update),
+            lessons=lessons,
             progress=update,
             minutes=minutes,
             steps=steps,
@@ -108,9 +114,25 @@ def train(
             passes=passes,
             own=own,
             seed=seed,
+            half=half,
             **rates,
         )
     out.print(_summary(fitted, folder), markup=False, soft_wrap=True)
+
+
+def _writer(model: str, recipe: str, made: Model, update: Any) -> Model | None:
+    """The model in a form that writes faster; None: there is none for its target."""
+    from ..optimizing import optimize
+    from ..training import FitState
+
+    if not recipe or made.target.backend != "onnxruntime":
+        return None
+    return optimize(
+        model,
+        recipe,
+        target=made.target,
+        progress=lambda what: update(FitState(f"writer: {what}", 0.0)),
+    )
 
 
 def _heal(

@@ -12,7 +12,10 @@ from ..backends.torch.emit import emit
 from ..ir import Function, InputError, Program, Weight, type_of
 from ..ir.plan import CachedDraft, DecodePlan, Record
 from ..ir.plan.inputs import OPTIONAL
+from ..ir.plan.length import LengthRecord
 from ..ir.rewrite.subgraph import tables_of
+from ..passes.drafting.draft_vocabulary import OFFSETS, narrow
+from ..passes.drafting.grafts import FROZEN
 from ..passes.stepping.accept_trees import branched
 
 
@@ -47,14 +50,15 @@ def trainable(program: Program, draft: Record) -> list[str]:
     used += [w for fn in functions for w in sorted(fn.weights)]
     floating = [w for w in used if program.weights[w].type.dtype.is_floating_point]
     tables = {w for fn in functions for w in tables_of(fn)}
-    return [w for w in dict.fromkeys(floating) if w not in frozen and w not in tables]
+    frozen = {w for w in floating if w in frozen or w in tables or w.endswith(FROZEN)}
+    return [w for w in dict.fromkeys(floating) if w not in frozen]
 
 
 def chosen(program: Program, draft: Record) -> list[str]:
     """Untrained weights of a record's functions that are saved with the trained ones: the tokens
     of a draft vocabulary."""
     used = {w for name in functions_of(program, draft) for w in program.function(name).weights}
-    return sorted(name for name in used if name.endswith(".d2t"))
+    return sorted(name for name in used if name.endswith(OFFSETS))
 
 
 def check_chains(program: Program) -> None:
@@ -72,10 +76,16 @@ def check_chains(program: Program) -> None:
 
 
 class Net:
-    """Runs functions of a program with trained weights in float32."""
+    """Runs functions of a program with trained weights in float32. Drafters with a vocabulary of
+    their own return logits of these tokens alone."""
 
     def __init__(self, program: Program, trained: list[str], device: torch.device) -> None:
-        self.program, self.device = program, device
+        self.whole, self.program, self.device = program, program, device
+        self.known: dict[str, torch.Tensor] = {}
+        for function in program.functions:
+            if found := narrow(program, function):
+                self.program = self.program.with_function(found[0])
+                self.known[function] = found[1].to(device)
         self.tensors: dict[str, torch.Tensor] = {}
         for name, weight in program.weights.items():
             tensor = weight.load().to(device)
@@ -87,6 +97,13 @@ class Net:
         self.trained = trained
         self.modules: dict[tuple[str, tuple[str, ...], tuple[str, ...]], Any] = {}
         self.branched: dict[str, Function] = {}
+
+    def known_of(self, part: Record) -> torch.Tensor | None:
+        """The tokens i64[D] that a record's functions know, or, of a policy, its drafter's; None:
+        all."""
+        draft = self.program.plan.draft if isinstance(part, LengthRecord) else part
+        functions = (fn for one in (part, draft) for fn in functions_of(self.program, one))
+        return next((self.known[fn] for fn in functions if fn in self.known), None)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -164,17 +181,17 @@ class Net:
 
     def trained_program(self, drafts: Sequence[Record]) -> Program:
         """The program with the current weights, and the drafters marked as trained."""
-        weights = self.program.weights
+        weights = self.whole.weights
         for name in self.trained:
             dtype = weights[name].type.dtype
             tensor = self.tensors[name].detach().to("cpu", dtype, copy=True)
             weights = weights.replacing(Weight.of(name, tensor))
-        plan = self.program.plan
+        plan = self.whole.plan
         marked: dict[str, Any] = {
             slot.name: _marked(getattr(plan, slot.name), drafts) for slot in fields(plan)
         }
         plan = replace(plan, **marked)
-        return self.program.replace(weights=weights, plan=plan)
+        return self.whole.replace(weights=weights, plan=plan)
 
 
 def _marked(draft: Record, trained: Sequence[Record]) -> Record:

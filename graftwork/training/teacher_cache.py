@@ -8,10 +8,9 @@ memory. `TeacherCache` prepares windows before training, `Lessons` keeps what tr
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,13 +19,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..ir import Function, UnsupportedError, type_of
+from ..ir import Function, UnsupportedError, Weight, type_of
 from ..ir.execution.analysis import dominating_chain
+from ..ir.rewrite.cleanup import sweep
 from ..ir.rewrite.subgraph import beyond
 from ..ir.support.scratch import replacing_file
 from .net import Net
 
-__all__ = ["CachedWindows", "Lessons", "Teacher", "TeacherCache"]
+__all__ = ["CachedWindows", "Kept", "Lessons", "Teacher", "TeacherCache"]
+
+A = torch.ops.aten
 
 FOLDER = "lessons"
 
@@ -35,6 +37,9 @@ PIECE_TOKENS = 4096
 
 Windows = tuple[torch.Tensor, torch.Tensor]
 """Tokens i64[N,T]; i64[N], the index of the last token that the target did not generate."""
+
+CHOSEN = "chosen"
+"""Name of the target's best tokens among cached activations."""
 
 BOTTLENECK = "bottleneck"
 """Output name of the value that determines the logits, unless a draft reads that value anyway."""
@@ -60,22 +65,56 @@ class Teacher:
             self.step.set_outputs({**self.step.outputs, BOTTLENECK: copied[bottleneck.name]})
         self.rest = beyond(step, {self.bottleneck: bottleneck}, ("logits",))
         self.kept = tuple(dict.fromkeys((*self.taps, self.bottleneck)))
+        self.some: list[tuple[torch.Tensor, Function]] = []
 
     def states(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Cached activations of tokens i64[N,T], by name, each [N,T,...]."""
+        """Cached activations of tokens i64[N,T], by name, each [N,T,...], and `CHOSEN`."""
         pieces = max(1, PIECE_TOKENS // tokens.shape[1])
+        made = []
         with torch.no_grad():
-            made = [
-                self.net.outputs(self.step, self.kept, {"tokens": part.to(self.net.device)})
-                for part in tokens.split(pieces)
-            ]
-        return {name: torch.cat([part[name].cpu() for part in made]) for name in self.kept}
+            for part in tokens.split(pieces):
+                given = {"tokens": part.to(self.net.device)}
+                found = self.net.outputs(self.step, self.kept, given)
+                best = [self.logits(one).argmax(-1) for one in _windows_of(found)]
+                made.append({**found, CHOSEN: torch.cat(best)})
+        return {name: torch.cat([part[name].cpu() for part in made]) for name in made[0]}
 
-    def logits(self, states: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The target's logits, f[N,T,V]."""
+    def logits(
+        self, states: dict[str, torch.Tensor], known: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The target's logits f[N,T,V]; known: of these tokens i64[D] alone, f[N,T,D]."""
+        rest = self.rest if known is None else self._narrow(known)
         with torch.no_grad():
             inputs = {self.bottleneck: states[self.bottleneck]}
-            return self.net.outputs(self.rest, ("logits",), inputs)["logits"]
+            logits = self.net.outputs(rest, ("logits",), inputs)["logits"]
+        whole = known is not None and logits.shape[-1] != len(known)
+        return logits[..., known] if whole else logits
+
+    def _narrow(self, known: torch.Tensor) -> Function:
+        """The rest with a head of some tokens; as it is where its head is no plain product."""
+        for tokens, made in self.some:
+            if torch.equal(tokens, known):
+                return made
+        rest, vocab = self.rest.copy(), self.net.program.info.vocab_size
+        rest.name = f"{rest.name}.some.{len(self.some)}"
+        products = [n for n in rest.calls(A.linear.default) if type_of(n).dims[-1] == vocab]
+        if len(products) == 1:
+            for node in products[0].all_input_nodes[1:]:
+                name = f"{node.target}.some.{len(self.some)}"
+                rows = self.net.tensors[str(node.target)].detach()[known]
+                self.net.tensors[name] = rows
+                with rest.graph.inserting_before(products[0]):
+                    products[0].replace_input_with(node, rest.weight(Weight.of(name, rows)))
+            rest.retype()
+            sweep(rest)
+        self.some.append((known, rest))
+        return rest
+
+
+def _windows_of(states: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """One window at a time: logits are large."""
+    for row in range(len(next(iter(states.values())))):
+        yield {name: value[row : row + 1] for name, value in states.items()}
 
 
 def _bottleneck(step: Function, taps: set[torch.fx.Node]) -> torch.fx.Node:
@@ -97,27 +136,64 @@ def _bottleneck(step: Function, taps: set[torch.fx.Node]) -> torch.fx.Node:
 
 class CachedWindows(NamedTuple):
     """Windows of a training step. tokens i64[N,T]; firsts i64[N], see `Windows`; states: cached
-    activations by name, each [N,T,...]."""
+    activations by name, each [N,T,...], and under `CHOSEN` the target's best tokens i64[N,T]."""
 
     tokens: torch.Tensor
     firsts: torch.Tensor
     states: dict[str, torch.Tensor]
 
 
-class TeacherCache:
-    """Windows with the target's activations, stored in `folder`.
+class Kept:
+    """Files of tensors in a folder, which runs may share. made: what they depend on; its hash is in
+    their names and in them, and files of others stay. shared: `remove` leaves them, too."""
 
-    mark: what the files depend on; files with another mark are written again.
-    """
-
-    def __init__(self, folder: Path, teacher: Teacher, mark: dict[str, Any], seed: int) -> None:
-        self.folder, self.teacher, self.seed = folder / FOLDER, teacher, seed
-        described = json.dumps({**mark, "kept": teacher.kept, "seed": seed}, sort_keys=True)
-        self.mark = hashlib.sha256(described.encode()).hexdigest()
-        self.files: list[Path] = []
-        self.ends: list[int] = []
-        self.turn, self.order = -1, torch.empty(0)
+    def __init__(self, folder: Path, *made: object, shared: bool = False) -> None:
+        self.mark = hashlib.sha256(repr(made).encode()).hexdigest()
+        self.folder, self.shared = folder, shared
         self.open: Callable[[Path], Any] = lru_cache(maxsize=64)(partial(safe_open, framework="pt"))
+
+    def path(self, name: str) -> Path:
+        """Where the file of that name is."""
+        return self.folder / f"{self.mark[:12]}.{name}.safetensors"
+
+    def valid(self, name: str) -> bool:
+        """Whether the file is there and whole."""
+        try:
+            with safe_open(self.path(name), "pt") as file:
+                return (file.metadata() or {}).get("mark") == self.mark
+        except (OSError, SafetensorError):
+            return False
+
+    def write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Write a file."""
+        whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
+        with replacing_file(self.path(name)) as part:
+            save_file(whole, part, metadata={"mark": self.mark})
+
+    def read(self, name: str) -> dict[str, torch.Tensor]:
+        """All tensors of a valid file."""
+        file = self.open(self.path(name))
+        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (no mapping)
+
+    def remove(self) -> None:
+        """Delete the folder, unless it is shared."""
+        self.open = partial(safe_open, framework="pt")
+        if not self.shared:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class TeacherCache:
+    """Windows with the target's activations. files: keeps them; mark: what the windows depend on.
+    held: windows of the first file that `batch` leaves out, for measuring."""
+
+    def __init__(
+        self, folder: Path, teacher: Teacher, *mark: object, seed: int, shared: bool = False
+    ) -> None:
+        self.teacher, self.seed = teacher, seed
+        self.files = Kept(folder / FOLDER, *mark, teacher.kept, seed, shared=shared)
+        self.names: list[str] = []
+        self.ends: list[int] = []
+        self.turn, self.order, self.held = -1, torch.empty(0), 0
 
     @property
     def count(self) -> int:
@@ -126,90 +202,78 @@ class TeacherCache:
 
     def add(self, number: int, windows: Callable[[], Windows]) -> None:
         """Add file `number`; write it from `windows()` unless it exists."""
-        path = self.folder / f"{number:06d}.safetensors"
-        size = self._kept(path)
-        if size is None:
+        name = f"{number:06d}"
+        if not self.files.valid(name):
             tokens, firsts = windows()
-            size = len(tokens)
-            tensors = {"tokens": tokens, "firsts": firsts, **self.teacher.states(tokens)}
-            contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            with replacing_file(path) as part:
-                save_file(contiguous, part, metadata={"mark": self.mark})
-        self.files.append(path)
-        self.ends.append(self.count + size)
+            states = self.teacher.states(tokens)
+            self.files.write(name, {"tokens": tokens, "firsts": firsts, **states})
+        size = self.files.open(self.files.path(name)).get_slice("tokens").get_shape()[0]
+        self.names.append(name)
+        self.ends.append(self.count + int(size))
 
     def has(self, number: int) -> bool:
         """Whether file `number` exists and is valid."""
-        return self._kept(self.folder / f"{number:06d}.safetensors") is not None
-
-    def _kept(self, path: Path) -> int | None:
-        """Number of windows in a valid file; None if it is damaged or has another mark."""
-        try:
-            with safe_open(path, "pt") as file:
-                same = (file.metadata() or {}).get("mark") == self.mark
-                return int(file.get_slice("tokens").get_shape()[0]) if same else None
-        except (OSError, SafetensorError):
-            return None
+        return self.files.valid(f"{number:06d}")
 
     def batch(self, step: int, count: int) -> CachedWindows:
         """The windows of step `step`: a new permutation of all windows per epoch."""
-        places = [self._place(step * count + index) for index in range(count)]
+        return self._joined([self._place(step * count + index) for index in range(count)])
+
+    def held_out(self) -> CachedWindows:
+        """The windows that `batch` leaves out."""
+        return self._joined(self._held)
+
+    @property
+    def _held(self) -> list[int]:
+        """Places all over the first file: windows of a kind lie together."""
+        return [place * self.ends[0] // self.held for place in range(self.held)]
+
+    def _joined(self, places: Iterable[int]) -> CachedWindows:
         rows = [self._read(place) for place in places]
         joined = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
         return CachedWindows(joined.pop("tokens"), joined.pop("firsts"), joined)
 
     def _place(self, visit: int) -> int:
-        turn, place = divmod(visit, self.count)
+        turn, place = divmod(visit, self.count - self.held)
         if turn != self.turn:
             generator = torch.Generator().manual_seed(self.seed * 7_919 + turn)
-            self.turn, self.order = turn, torch.randperm(self.count, generator=generator)
-        return int(self.order[place])
+            count = self.count - self.held
+            self.turn, self.order = turn, torch.randperm(count, generator=generator)
+        chosen = int(self.order[place])
+        for held in self._held:
+            chosen += chosen >= held
+        return chosen
 
     def _read(self, place: int) -> dict[str, torch.Tensor]:
         index = bisect_right(self.ends, place)
         row = place - (self.ends[index - 1] if index else 0)
-        file = self.open(self.files[index])
-        names = ("tokens", "firsts", *self.teacher.kept)
+        file = self.files.open(self.files.path(self.names[index]))
+        names = ("tokens", "firsts", *self.teacher.kept, CHOSEN)
         return {name: file.get_slice(name)[row : row + 1] for name in names}
 
     def remove(self) -> None:
-        """Delete the files."""
-        self.open = partial(safe_open, framework="pt")
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Delete the files, unless they are shared."""
+        self.files.remove()
 
 
 class Lessons:
     """Activations of a teacher by the tokens that it read, one file a batch. Runs on the same
-    texts may share a folder; files of other teachers are written again. more: what else they
-    depend on."""
+    texts may share a folder. more: what else they depend on."""
 
     def __init__(self, folder: Path, teacher: Teacher, more: Sequence[object] = ()) -> None:
-        self.folder, self.teacher = folder, teacher
-        digest = hashlib.sha256(repr([teacher.kept, *more]).encode())
+        digest = hashlib.sha256()
         for name in sorted(teacher.step.weights):
             # Some of each: training changes all of a weight, or nothing.
             some = teacher.net.tensors[name].detach().flatten()[:256].float()
             digest.update(some.cpu().numpy().tobytes())
-        self.mark = digest.hexdigest()
+        self.files = Kept(folder, teacher.kept, *more, digest.hexdigest())
+        self.teacher = teacher
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """The teacher's logits f[N,T,V] of tokens i64[N,T]."""
         name = hashlib.sha256(tokens.cpu().contiguous().numpy().tobytes()).hexdigest()[:32]
-        path = self.folder / f"{name}.safetensors"
-        states = self._read(path)
-        if states is None:
-            states = {n: t.contiguous() for n, t in self.teacher.states(tokens).items()}
-            with replacing_file(path) as part:
-                save_file(states, part, metadata={"mark": self.mark})
+        if not self.files.valid(name):
+            self.files.write(name, self.teacher.states(tokens))
+        states = self.files.read(name)
         device = self.teacher.net.device
         return self.teacher.logits({name: state.to(device) for name, state in states.items()})
-
-    def _read(self, path: Path) -> dict[str, torch.Tensor] | None:
-        """What a file holds; None if there is none, or it is damaged or another teacher's."""
-        try:
-            with safe_open(path, "pt") as file:
-                if (file.metadata() or {}).get("mark") == self.mark:
-                    return {name: file.get_tensor(name) for name in self.teacher.kept}
-        except (OSError, SafetensorError):
-            pass
-        return None

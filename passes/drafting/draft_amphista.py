@@ -36,7 +36,7 @@ from ...ir.plan import CachedDraft, ContinuedDraft, HeadsDraft
 from ..engine.base import Outcome
 from ..policies import builds
 from .decoder_layer import LayerShape, angles_at, decoder_layer
-from .draft_pass import DraftPass
+from .draft_pass import DraftHeadPass
 from .grafts import Graft
 
 A = torch.ops.aten
@@ -44,8 +44,8 @@ B, T = Sym("B"), Sym("T")
 
 
 @builds(ContinuedDraft, "token", "feature", "later", "noise")
-class DraftAmphista(DraftPass):
-    """heads: tokens predicted at once after the first. The rest: see `DraftPass` and the record."""
+class DraftAmphista(DraftHeadPass):
+    """heads: tokens predicted at once after the first. The rest: `DraftHeadPass`, the record."""
 
     heads: int = Field(default=3, ge=2)
 
@@ -60,7 +60,7 @@ class DraftAmphista(DraftPass):
         return Outcome(self.continued(program, first, then), 1 + self.heads)
 
     def _adapted(self, program: Program) -> tuple[Program, str]:
-        graft = Graft(program, self.name, "amphista", self.weights)
+        graft = self.graft(program, "amphista")
         shape = LayerShape.of(graft.step, self.name, graft.hidden)
         output = graft.tap_normed()
         tokens, positions, hidden = graft.text_inputs()
@@ -72,7 +72,7 @@ class DraftAmphista(DraftPass):
         return graft.done(outputs), output
 
     def _parallel(self, program: Program, shape: LayerShape) -> Program:
-        graft = Graft(program, self.name, "amphista_heads", self.weights)
+        graft = self.graft(program, "amphista_heads")
         hidden = graft.input("hidden", graft.hidden)
         own = [graft.res_block(hidden, f"amphista.heads.{n}") for n in range(self.heads)]
         x = graft.stacked(own)

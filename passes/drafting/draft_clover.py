@@ -41,7 +41,7 @@ from ..engine.base import Outcome
 from ..policies import builds
 from .copied_layer import copied_layer, copied_norm
 from .decoder_layer import LayerShape
-from .draft_pass import DraftPass
+from .draft_pass import DraftHeadPass
 from .grafts import Graft
 
 A = torch.ops.aten
@@ -51,8 +51,8 @@ LEAST = 1e-6
 
 
 @builds(ContinuedDraft, "token", "feature", "later", "noise", decay=0.7, aim="distribution")
-class DraftClover(DraftPass):
-    """heads: tokens predicted. layers: augmenting ones. The rest: `DraftPass` and the record."""
+class DraftClover(DraftHeadPass):
+    """heads: tokens predicted. layers: augmenting ones. The rest: `DraftHeadPass`, the record."""
 
     heads: int = Field(default=5, ge=2)
     layers: int = Field(default=2, ge=1)
@@ -70,7 +70,7 @@ class DraftClover(DraftPass):
         return Outcome(program, self.heads)
 
     def _first(self, program: Program) -> tuple[Program, CachedDraft]:
-        graft = Graft(program, self.name, "clover", self.weights)
+        graft = self.graft(program, "clover")
         output = graft.tap()
         graft.tap_normed()  # what the heads are to read, in training
         tokens, positions, hidden = graft.text_inputs()
@@ -83,7 +83,7 @@ class DraftClover(DraftPass):
         return graft.done(outputs), CachedDraft("clover", output, 1)
 
     def _later(self, program: Program) -> Program:
-        graft = Graft(program, self.name, "clover_later", self.weights)
+        graft = self.graft(program, "clover_later")
         e = graft.embed(graft.input("tokens", dtype=torch.int64))
         state = self._heard(graft, graft.input("state", graft.hidden), e, "clover.later")
         both = graft.concat(state, e)

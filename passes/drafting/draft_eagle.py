@@ -35,14 +35,13 @@ from ...ir.plan import CachedDraft
 from ..engine.base import Outcome
 from ..policies import builds
 from .decoder_layer import LayerShape, angles_at, decoder_layer
-from .draft_pass import DraftPass
-from .grafts import Graft
+from .draft_pass import DraftHeadPass
 
 
 @builds(CachedDraft, "rollout", "decay", aim="distribution")
-class DraftEagle(DraftPass):
+class DraftEagle(DraftHeadPass):
     """bias: whether the linear layer has one. inner: channels of the layer's MLP, 0 for none; as
-    many as the target's layers have unless said. The rest: see `DraftPass` and the record."""
+    many as the target's layers have unless said. The rest: see `DraftHeadPass` and the record."""
 
     bias: bool = True
     inner: int | None = Field(default=None, ge=0)
@@ -51,7 +50,7 @@ class DraftEagle(DraftPass):
     unread: ClassVar[tuple[str, ...]] = ("embed_tokens.weight",)
 
     def insert(self, program: Program) -> Outcome:
-        graft = Graft(program, self.name, "eagle", self.weights)
+        graft = self.graft(program, "eagle")
         shape = LayerShape.of(graft.step, self.name, graft.hidden)
         if self.inner is not None:
             shape = replace(shape, inner=self.inner)

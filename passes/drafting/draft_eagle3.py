@@ -26,38 +26,29 @@ part of the target's, and published tensors that do not fit, by name.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import ClassVar
 
-import torch
-from pydantic import Field
-
-from ...ir import PassError, Program
+from ...ir import Program
 from ...ir.plan import CachedDraft
 from ...ir.plan.bounds import Levels
 from ..engine.base import Outcome
 from ..policies import builds
-from .corpus.graph import read_tokens
 from .decoder_layer import LayerShape, angles_at, decoder_layer
-from .draft_pass import DraftPass
-from .draft_vocabulary import DraftVocabulary, most_frequent
+from .draft_pass import DraftHeadPass
 from .grafts import Graft
 from .trained import as_published
 
 
 @builds(CachedDraft, "rollout", aim="distribution")
-class DraftEagle3(DraftPass):
+class DraftEagle3(DraftHeadPass):
     """layers: whose inputs are read (the number of layers:
     the last one's output); none given: 2, L / 2, L - 3, as far as there are so many.
-    norm_before_residual: whether the layer adds to normed states. vocabulary: tokens of the draft
-    vocabulary, the most frequent ones of `corpus`, a JSON file of token ids; 0: all of the
-    target's, or those that `weights` are for. rollout: levels on its own states in training; each
-    costs more than the one before (the paper has 7). The rest: see `DraftPass` and the record."""
+    norm_before_residual: whether the layer adds to normed states. rollout: levels on its own states
+    in training; each costs more than the one before (the paper has 7). The rest: see
+    `DraftHeadPass` and the record."""
 
     layers: tuple[int, ...] = ()
     norm_before_residual: bool = False
-    vocabulary: int = Field(default=0, ge=0)
-    corpus: str = ""
     rollout: Levels = 3
 
     name: ClassVar[str] = "draft_eagle3"
@@ -72,7 +63,7 @@ class DraftEagle3(DraftPass):
 
     def insert(self, program: Program) -> Outcome:
         program, output = self._entry(program)
-        graft = Graft(program, self.name, "eagle3", self.weights, self.published)
+        graft = self.graft(program, "eagle3")
         graft.trained.check_config(
             norm_before_residual=self.norm_before_residual,
             eagle_aux_hidden_state_layer_ids=list(self._layers(graft)),
@@ -95,14 +86,8 @@ class DraftEagle3(DraftPass):
             source=graft.concat(first, normed),
         )
         last = graft.rms_norm(x, "eagle3.norm", shape.eps)
-        known = self._vocabulary(graft)
-        logits = graft.head(last, "eagle3.lm_head.weight", None if known is None else known.rows)
-        best = (
-            graft.candidates(logits, self.candidates)
-            if known is None
-            else known.candidates(graft, logits, self.candidates)
-        )
-        outputs = graft.picked(x, best)
+        logits = graft.head(last, "eagle3.lm_head.weight")
+        outputs = graft.picked(x, graft.candidates(logits, self.candidates))
         draft = self.made(
             function="eagle3",
             output=output,
@@ -118,7 +103,7 @@ class DraftEagle3(DraftPass):
 
     def _entry(self, program: Program) -> tuple[Program, str]:
         """The linear layer, a function of its own, and the step's output that it takes."""
-        graft = Graft(program, self.name, "eagle3_entry", self.weights, self.published)
+        graft = self.graft(program, "eagle3_entry")
         layers = self._layers(graft)
         output = graft.tap_inputs(layers)
         hidden = graft.input("hidden", len(layers) * graft.hidden)
@@ -132,47 +117,3 @@ class DraftEagle3(DraftPass):
             return tuple(sorted({fed[min(max(n, 1), most) - 1] for n in (2, most // 2, most - 3)}))
         graft.check_layers(self.layers, fed, "layers whose inputs other layers made")
         return self.layers
-
-    def _vocabulary(self, graft: Graft) -> DraftVocabulary | None:
-        """The draft's own vocabulary; None: the target's."""
-        if graft.trained:
-            return _trained_vocabulary(graft)
-        if not self.vocabulary:
-            return None
-        if not self.corpus:
-            raise PassError(
-                f"{self.name}: vocabulary={self.vocabulary} needs corpus=, a JSON file of token "
-                f"ids whose most frequent ones they are"
-            )
-        tokens = read_tokens(self.name, Path(self.corpus), graft.vocab)
-        ids = most_frequent(tokens, self.vocabulary)
-        return DraftVocabulary("eagle3", graft.vocab, ids)
-
-
-def _trained_vocabulary(graft: Graft) -> DraftVocabulary | None:
-    """The vocabulary of trained weights: ``d2t`` i64[D] has each token's distance to its id."""
-    trained, owner = graft.trained, graft.owner
-    head, offsets = trained.find("eagle3.lm_head.weight"), trained.find("eagle3.d2t")
-    if offsets is None:
-        return None
-    d2t = trained.read(offsets)
-    size = trained.type_of(head).dims[0] if head else d2t.shape[0]
-    if d2t.dtype != torch.int64 or d2t.dim() != 1 or d2t.shape[0] != size:
-        raise PassError(
-            f"{owner}: {trained.path} has d2t as {trained.type_of(offsets)}, expected i64[{size}], "
-            f"an offset for each row of lm_head.weight"
-        )
-    ids = d2t + torch.arange(len(d2t))
-    if int(ids.min()) < 0 or int(ids.max()) >= graft.vocab or bool((ids.diff() <= 0).any()):
-        raise PassError(
-            f"{owner}: {trained.path} maps draft tokens to {int(ids.min())}..{int(ids.max())}, "
-            f"expected rising ids within 0..{graft.vocab - 1}, the model's vocabulary"
-        )
-    if "t2d" in trained.names:
-        t2d = trained.read("t2d")
-        if t2d.shape != (graft.vocab,) or not torch.equal(t2d.nonzero().flatten(), ids):
-            raise PassError(
-                f"{owner}: {trained.path} has a t2d {list(t2d.shape)} that contradicts its d2t; "
-                f"expected bool[{graft.vocab}], true for the {len(ids)} tokens that d2t names"
-            )
-    return None if len(ids) == graft.vocab else DraftVocabulary("eagle3", graft.vocab, ids)

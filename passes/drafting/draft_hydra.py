@@ -44,17 +44,16 @@ from ..engine.base import Outcome
 from ..engine.plan_edits import with_draft
 from ..policies import builds
 from .decoder_layer import LayerShape, angles_at, decoder_layer
-from .draft_pass import DraftPass
-from .grafts import Graft
+from .draft_pass import DraftHeadPass
 
 A = torch.ops.aten
 
 
 @builds(RecurrentDraft, "levels", decay=1.0)
-class DraftHydra(DraftPass):
+class DraftHydra(DraftHeadPass):
     """heads: tokens predicted. layers: blocks a head after the first. own_head: a language-model
     head each. prefix: a decoder layer before the heads. bias: biases in the linear skip and the
-    heads too. The rest: see `DraftPass` and the record."""
+    heads too. The rest: see `DraftHeadPass` and the record."""
 
     heads: Levels = 4
     layers: int = Field(default=1, ge=0)
@@ -91,7 +90,7 @@ class DraftHydra(DraftPass):
         return (f"prefix_embeding_layer.layers.0.{layer}",)
 
     def _prefix(self, program: Program) -> Program:
-        graft = Graft(program, self.name, "hydra_prefix", self.weights, self.published)
+        graft = self.graft(program, "hydra_prefix")
         graft.tap()
         shape = LayerShape.of(graft.step, self.name, graft.hidden)
         # Every function with a cache takes tokens; this one does not look at them.
@@ -104,7 +103,7 @@ class DraftHydra(DraftPass):
         return graft.done({"hidden": graft.rms_norm(x, f"{layer}.norm", shape.eps)})
 
     def _head(self, program: Program, number: int) -> Program:
-        graft = Graft(program, self.name, f"hydra_{number}", self.weights, self.published)
+        graft = self.graft(program, f"hydra_{number}")
         graft.tap()
         tokens = graft.input("tokens", dtype=torch.int64)
         before = graft.input("state", graft.hidden * (number + 1))
@@ -119,6 +118,6 @@ class DraftHydra(DraftPass):
             x = graft.res_block(x, f"hydra.{number}.{layer}.linear")
         logits = graft.head(x, own=f"hydra.{number}.head.weight" if self.own_head else "")
         if self.bias and self.own_head:
-            bias = graft.parameter(f"hydra.{number}.head.bias", graft.vocab, init="zeros")
+            bias = graft.parameter(f"hydra.{number}.head.bias", graft.words, init="zeros")
             logits = graft.call(A.add.Tensor, logits, bias)
         return graft.done({"state": state, **graft.candidates(logits, self.candidates)})

@@ -32,14 +32,14 @@ from ...ir.plan import HeadsDraft
 from ...ir.plan.bounds import Levels
 from ..engine.base import Outcome
 from ..policies import builds
-from .draft_pass import DraftPass
+from .draft_pass import DraftHeadPass
 from .grafts import Graft
 
 
 @builds(HeadsDraft, "levels")
-class DraftMedusa(DraftPass):
+class DraftMedusa(DraftHeadPass):
     """heads: tokens predicted. layers: blocks a head. own_head: a language-model head each. The
-    rest: see `DraftPass` and the record."""
+    rest: see `DraftHeadPass` and the record."""
 
     heads: Levels = 4
     layers: int = Field(default=1, ge=1)
@@ -48,7 +48,7 @@ class DraftMedusa(DraftPass):
     name: ClassVar[str] = "draft_medusa"
 
     def insert(self, program: Program) -> Outcome:
-        graft = Graft(program, self.name, "medusa", self.weights)
+        graft = self.graft(program, "medusa")
         hidden = graft.input(graft.tap(), graft.hidden)
         normed = graft.norm(hidden)
         logits = [self._head(graft, normed, number) for number in range(self.heads)]

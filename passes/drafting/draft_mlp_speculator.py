@@ -37,8 +37,8 @@ from ...ir.plan import RecurrentDraft
 from ..engine.base import Outcome
 from ..engine.plan_edits import with_draft
 from ..policies import builds
-from .draft_pass import DraftPass
-from .grafts import Graft
+from .draft_pass import DraftHeadPass
+from .trained import as_published
 
 A = torch.ops.aten
 
@@ -47,8 +47,8 @@ THEIRS = {"embedding": "emb", "project": "proj", "norm": "ln", "head": "head"}
 
 
 @builds(RecurrentDraft, levels=3, decay=1.0)
-class DraftMlpSpeculator(DraftPass):
-    """inner: width of the state; None: the model's. The rest: `DraftPass` and the record."""
+class DraftMlpSpeculator(DraftHeadPass):
+    """inner: width of the state; None: the model's. The rest: `DraftHeadPass` and the record."""
 
     inner: int | None = Field(default=None, ge=1)
 
@@ -66,12 +66,14 @@ class DraftMlpSpeculator(DraftPass):
         """Modules are listed by kind, and then by level."""
         level, _, rest = name.removeprefix("speculator_").partition(".")
         kind, _, leaf = rest.partition(".")
+        if kind not in THEIRS:
+            return as_published(name)
         theirs = f"{THEIRS[kind]}.{level}.{leaf or 'weight'}"
         return theirs, f"speculator.{theirs}"
 
     def _level(self, program: Program, level: int, levels: int) -> Program:
         name = f"speculator_{level}"
-        graft = Graft(program, self.name, name, self.weights, self.published)
+        graft = self.graft(program, name)
         inner = self.inner or graft.hidden
         graft.trained.check_config(
             n_predict=levels,
@@ -94,5 +96,5 @@ class DraftMlpSpeculator(DraftPass):
         normed = graft.rms_norm(total, f"{name}.norm", eps=1e-6)
         shift = graft.parameter(f"{name}.norm.bias", inner, init="zeros")
         after = graft.call(A.gelu.default, graft.call(A.add.Tensor, normed, shift))
-        logits = graft.linear(after, f"{name}.head", graft.vocab, bias=False)
+        logits = graft.linear(after, f"{name}.head", graft.words, bias=False)
         return graft.done({"state": after, **graft.candidates(logits, self.candidates)})

@@ -68,7 +68,7 @@ class DraftMtp(DraftPass):
                 f"{self.name}: expected the checkpoint's layer {part} beside the program; start "
                 f"from graftwork.optimize and a checkpoint folder"
             )
-        graft = Graft(program, self.name, NAME, self.weights)
+        graft = self.graft(program, NAME)
         output = graft.tap_normed()
         tokens, positions, hidden = graft.text_inputs()
         given = {

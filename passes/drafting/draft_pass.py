@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from ...ir import Program
+from pydantic import Field
+
+from ...ir import Function, Program
 from ...ir.plan import CachedDraft, ContinuedDraft, LearningDraft
 from ...ir.plan.bounds import Nodes
 from ..engine.base import STATES, Effect, Outcome, PassDefinitionError
 from ..engine.plan_edits import with_draft
 from ..policies import RecordPass
+from .draft_vocabulary import DraftVocabulary
+from .grafts import Graft
 from .trained import TrainedWeights, as_published
 
 
@@ -54,6 +58,10 @@ class TrainedPass(RecordPass):
         )
         return replace(outcome, remarks=(*outcome.remarks, remark))
 
+    def graft(self, program: Program, function: str, onto: Function | None = None) -> Graft:
+        """A function to be grown onto the program, of the trained weights if there are some."""
+        return Graft(program, self.name, function, self.weights, self.published, onto)
+
     def trained(self, before: Program, after: Program) -> set[str]:
         """Names of the weights that a file for this pass has: those that it inserted."""
         return set(after.weights) - set(before.weights)
@@ -85,3 +93,19 @@ class DraftPass(TrainedPass):
         decay: dict[str, Any] = {"decay": draft.decay}
         first, then = replace(first, aim=draft.aim), replace(then, aim=draft.aim, **decay)
         return with_draft(program, replace(draft, first=first, then=then))
+
+
+class DraftHeadPass(DraftPass):
+    """Base of drafters with heads over words.
+
+    vocabulary: how many of the target's tokens they know; 0: all. A file of weights says itself
+    which. Training chooses those that are most frequent in its text; untrained drafters have those
+    of the lowest ids, which byte pair encodings learn first.
+    """
+
+    vocabulary: int = Field(default=8192, ge=0)
+
+    def graft(self, program: Program, function: str, onto: Function | None = None) -> Graft:
+        graft = super().graft(program, function, onto)
+        graft.known = DraftVocabulary.of(graft, self.name.removeprefix("draft_"), self.vocabulary)
+        return graft

@@ -33,16 +33,15 @@ from ...ir.plan import RecurrentDraft
 from ..engine.base import Outcome
 from ..engine.plan_edits import with_draft
 from ..policies import builds
-from .draft_pass import DraftPass
-from .grafts import Graft
+from .draft_pass import DraftHeadPass
 
 A = torch.ops.aten
 
 
 @builds(RecurrentDraft, levels=5, decay=1.0)
-class DraftRedrafter(DraftPass):
+class DraftRedrafter(DraftHeadPass):
     """layers: blocks after the recurrence. own_head: a language-model head of its own. The rest:
-    see `DraftPass` and the record."""
+    see `DraftHeadPass` and the record."""
 
     layers: int = Field(default=2, ge=0)
     own_head: bool = True
@@ -57,7 +56,7 @@ class DraftRedrafter(DraftPass):
         return Outcome(with_draft(program, draft), 1)
 
     def _function(self, program: Program, name: str, first: bool) -> Program:
-        graft = Graft(program, self.name, name, self.weights)
+        graft = self.graft(program, name)
         graft.tap()
         size = graft.hidden
         tokens = graft.input("tokens", dtype=torch.int64)

@@ -8,30 +8,33 @@ What it builds, as IR (D of V tokens)::
 
 So everything outside the function, samplers and verifiers included, sees the target's vocabulary:
 a token that the draft does not know has probability zero in it, and is never proposed (Li et al.,
-"EAGLE-3", 2025).
+"EAGLE-3", 2025). Training alone sees the narrow logits (`narrow`), and chooses the tokens
+(`chosen_by`): everything else is derived from @d2t.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.fx
 
-from ...ir import (
-    TensorType,
-    Weight,
-    derivation,
-    derive,
-)
-from .grafts import Graft
+from ...ir import Function, PassError, Program, TensorType, Weight, derivation, derive
+from ...ir.rewrite.cleanup import sweep
+
+if TYPE_CHECKING:
+    from .grafts import Graft
 
 A = torch.ops.aten
 
 ABSENT = -30000.0
 """The logit of a token that a draft does not know: finite, and exp of it is 0 in every dtype."""
+
+OFFSETS, MISSING = ".d2t", ".absent"
+"""Ends of names of weights: the distance of each token's id to its row in a draft's head, as
+published drafts have it, and which tokens have none."""
 
 
 @dataclass(frozen=True)
@@ -42,30 +45,111 @@ class DraftVocabulary:
     vocab: int
     ids: torch.Tensor
 
+    @classmethod
+    def of(cls, graft: Graft, name: str, size: int) -> DraftVocabulary | None:
+        """The vocabulary of a function's trained weights, or the lowest ids; None: all tokens."""
+        if graft.trained:
+            ids = _trained_ids(graft, f"{name}{OFFSETS}")
+        else:
+            ids = torch.arange(size) if 0 < size < graft.vocab else None
+        return None if ids is None else cls(name, graft.vocab, ids)
+
+    @property
+    def offsets(self) -> Weight:
+        """i64[D], the distance of each id to its row: everything else is derived from it."""
+        return Weight.of(f"{self.name}{OFFSETS}", self.ids - torch.arange(len(self.ids)))
+
     @property
     def rows(self) -> Weight:
         """i64[D], the ids."""
-        return Weight.of(f"{self.name}.ids", self.ids)
+        offsets = self.offsets
+        return derive(f"{self.name}.ids", offsets.type, draft_ids, offsets)
 
-    def candidates(
-        self, graft: Graft, logits: torch.fx.Node, count: int
-    ) -> dict[str, torch.fx.Node]:
-        """`Graft.candidates` of logits [B,S,D], in the target's vocabulary."""
-        found = graft.candidates(logits, count)
-        size = len(self.ids)
-        offsets = Weight.of(f"{self.name}.d2t", self.ids - torch.arange(size))
+    def widened(self, graft: Graft, found: Mapping[str, torch.fx.Node]) -> dict[str, torch.fx.Node]:
+        """Candidates among the D tokens, in the target's vocabulary."""
         name, vocab, rows = self.name, self.vocab, self.rows
-        table = graft.call(A.unsqueeze.default, graft.constant(offsets), -1)
+        table = graft.call(A.unsqueeze.default, graft.constant(rows.inputs[0]), -1)
         offset = graft.call(A.embedding.default, table, found["draft_tokens"])
         offset = graft.call(A.squeeze.dim, offset, -1)
         tokens = graft.call(A.add.Tensor, found["draft_tokens"], offset)
         type = TensorType(torch.int64, (vocab,))
         columns = derive(f"{name}.places", type, draft_places, rows, vocab=vocab)
         type = TensorType(torch.bool, (vocab,))
-        missing = derive(f"{name}.absent", type, draft_absent, rows, vocab=vocab)
-        spread = graft.call(A.index_select.default, logits, -1, graft.constant(columns))
+        missing = derive(f"{name}{MISSING}", type, draft_absent, rows, vocab=vocab)
+        spread = graft.call(
+            A.index_select.default, found["draft_logits"], -1, graft.constant(columns)
+        )
         whole = graft.call(A.masked_fill.Scalar, spread, graft.constant(missing), ABSENT)
         return {**found, "draft_logits": whole, "draft_tokens": tokens}
+
+
+def _trained_ids(graft: Graft, name: str) -> torch.Tensor | None:
+    """The tokens of trained weights, i64[D], by each one's distance to its id; None: all.
+
+    Errors: `PassError` for ids that are not some of the target's, or that contradict a t2d."""
+    trained, owner = graft.trained, graft.owner
+    offsets = trained.find(name)
+    if offsets is None:
+        return None
+    d2t = trained.read(offsets)
+    if d2t.dtype != torch.int64 or d2t.dim() != 1 or not len(d2t):
+        raise PassError(
+            f"{owner}: {trained.path} has d2t as {trained.type_of(offsets)}, expected i64[D], an "
+            f"offset for each row of its head"
+        )
+    ids = d2t + torch.arange(len(d2t))
+    if int(ids.min()) < 0 or int(ids.max()) >= graft.vocab or bool((ids.diff() <= 0).any()):
+        raise PassError(
+            f"{owner}: {trained.path} maps draft tokens to {int(ids.min())}..{int(ids.max())}, "
+            f"expected rising ids within 0..{graft.vocab - 1}, the model's vocabulary"
+        )
+    if "t2d" in trained.names:
+        t2d = trained.read("t2d")
+        if t2d.shape != (graft.vocab,) or not torch.equal(t2d.nonzero().flatten(), ids):
+            raise PassError(
+                f"{owner}: {trained.path} has a t2d {list(t2d.shape)} that contradicts its d2t; "
+                f"expected bool[{graft.vocab}], true for the {len(ids)} tokens that d2t names"
+            )
+    return None if len(ids) == graft.vocab else ids
+
+
+def narrow(program: Program, function: str) -> tuple[Function, torch.Tensor] | None:
+    """A draft function that returns logits of the tokens that it knows alone, and their ids i64[D];
+    None for one that knows all, or returns no logits."""
+    fn = program.function(function)
+    logits = fn.outputs.get("draft_logits")
+    if logits is None or logits.target is not A.masked_fill.Scalar:
+        return None
+    fn = fn.copy()
+    spread, missing, _ = fn.outputs["draft_logits"].args
+    assert isinstance(spread, torch.fx.Node) and isinstance(missing, torch.fx.Node)
+    name = str(missing.target)
+    if not name.endswith(MISSING):
+        return None
+    found = spread.args[0]
+    assert isinstance(found, torch.fx.Node)
+    fn.set_outputs({**fn.outputs, "draft_logits": found})
+    sweep(fn)
+    return fn, draft_ids(program.weights[name.removesuffix(MISSING) + OFFSETS].load())
+
+
+def chosen_by(program: Program, counts: torch.Tensor) -> Program:
+    """The program with the most frequent tokens in all draft vocabularies, and whatever is derived
+    from them. counts: i64[V], how often text has each; of equal ones the lowest ids."""
+    order = counts.argsort(descending=True, stable=True)
+    made = []
+    for name, weight in program.weights.items():
+        if name.endswith(OFFSETS):
+            size = int(str(weight.type.dims[0]))
+            ids = order[:size].sort().values
+            made.append(Weight.of(name, ids - torch.arange(size)))
+    return program.replace(weights=program.weights.replacing(*made))
+
+
+@derivation
+def draft_ids(offsets: torch.Tensor) -> torch.Tensor:
+    """The tokens of a draft vocabulary, by the distance of each one's id to its row, i64[D]."""
+    return offsets + torch.arange(len(offsets))
 
 
 @derivation
@@ -79,10 +163,3 @@ def draft_places(ids: torch.Tensor, *, vocab: int) -> torch.Tensor:
 def draft_absent(ids: torch.Tensor, *, vocab: int) -> torch.Tensor:
     """Which tokens of the vocabulary are not among ids i64[D]."""
     return torch.ones(vocab, dtype=torch.bool).index_fill(0, ids, False)
-
-
-def most_frequent(tokens: Sequence[int], size: int) -> torch.Tensor:
-    """The ids of the `size` most frequent tokens, i64[size], rising; fewer if there are fewer."""
-    counts = Counter(token for token in tokens if token >= 0)
-    best = sorted(counts, key=lambda token: (-counts[token], token))[:size]
-    return torch.tensor(sorted(best), dtype=torch.int64)

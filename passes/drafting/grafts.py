@@ -36,9 +36,13 @@ from ...ir.rewrite.stored import values_of
 from ..engine.functions import token_look_ups
 from ..engine.plan_edits import with_draft
 from ..stepping.pick_logits import pick_after
+from .draft_vocabulary import DraftVocabulary
 from .trained import Published, TrainedWeights, as_published
 
 A, G = torch.ops.aten, torch.ops.graftwork
+
+FROZEN = ".some"
+"""Ends the names of the target's own weights of which a drafter has some rows."""
 
 
 class Graft:
@@ -73,6 +77,7 @@ class Graft:
         last = self.markers[-1]
         self.dtype, self.hidden = type_of(last).dtype, int(str(type_of(last).dims[-1]))
         self.vocab = program.info.vocab_size
+        self.known: DraftVocabulary | None = None
         self.product = self._head_product(last)
 
     # -- the target's side
@@ -156,29 +161,37 @@ class Graft:
         """The target's final norm, or whatever lies between its last layer and its head."""
         return self.copy({self.markers[-1]: x}, self.product.args[0])
 
-    def head(self, x: torch.fx.Node, own: str = "", rows: Weight | None = None) -> torch.fx.Node:
-        """The target's logits [B,T,V] of normed states; own: with a weight of that name, which
-        starts as the target's, on the first H channels of x where x has more. rows: i64[D], tokens
-        that an own head knows; logits are [B,T,D]."""
+    @property
+    def words(self) -> int:
+        """The number of tokens that the drafter knows."""
+        return self.vocab if self.known is None else len(self.known.ids)
+
+    def head(self, x: torch.fx.Node, own: str = "") -> torch.fx.Node:
+        """The target's logits of normed states, [B,T,V], or [B,T,D] where the drafter knows D
+        tokens; own: with a weight of that name, which starts as the target's, on the first H
+        channels of x where x has more."""
         given: dict[Any, torch.fx.Node] = {self.product.args[0]: x}
-        if own:
-            given = {self.product: self._own_product(x, own, rows)}
+        if own or self.known is not None:
+            given = {self.product: self._own_product(x, own)}
         logits = self.copy(given, self.step.outputs["logits"])
         self.fn.retype()  # copies have the types that they had in the step
         return logits
 
-    def _own_product(self, x: torch.fx.Node, own: str, rows: Weight | None) -> torch.fx.Node:
+    def _own_product(self, x: torch.fx.Node, own: str) -> torch.fx.Node:
         """The head's product with a float weight of its own, whatever the head's is; see `head`."""
-        product = arguments(self.product)
+        product, rows = arguments(self.product), None if self.known is None else self.known.rows
         if self.product.target is A.linear.default:
             source = self.program.weights[str(product["weight"].target)]
         else:
             source = values_of(self.product, self.program.weights).cast(self.dtype)
         wide = int(str(type_of(x).dims[-1]))
-        parts = [self.weight_of(_widened(_rows(own, source, rows), wide))]
+        if own:
+            parts = [self.weight_of(_widened(_rows(own, source, rows), wide))]
+        else:
+            parts = [self.constant(_rows(f"{source.name}{FROZEN}", source, rows))]
         if product["bias"] is not None:
             bias = self.program.weights[str(product["bias"].target)]
-            some = bias if rows is None else _rows(f"{own}.{bias.name}", bias, rows)
+            some = bias if rows is None else _rows(f"{bias.name}{FROZEN}", bias, rows)
             parts.append(self.constant(some))
         site, name = site_of(self.product), self.product.name
         return self.fn.call(A.linear.default, x, *parts, site=site, name=name)
@@ -287,7 +300,8 @@ class Graft:
 
     def candidates(self, logits: torch.fx.Node, count: int) -> dict[str, torch.fx.Node]:
         """The outputs that proposers read: logits, and the best tokens and log probabilities."""
-        return candidates(self.fn, logits, min(count, int(str(type_of(logits).dims[-1]))))
+        found = candidates(self.fn, logits, min(count, int(str(type_of(logits).dims[-1]))))
+        return found if self.known is None else self.known.widened(self, found)
 
     def picked(
         self, state: torch.fx.Node, best: Mapping[str, torch.fx.Node]

@@ -28,7 +28,6 @@ from ..engine.base import Outcome
 from ..engine.plan_edits import with_record
 from ..policies import builds
 from .draft_pass import TrainedPass
-from .grafts import Graft
 
 NAME = "acceptance"
 
@@ -40,7 +39,7 @@ class LengthAcceptance(TrainedPass):
     layers: int = Field(default=1, ge=0)
 
     def insert(self, program: Program) -> Outcome:
-        graft = Graft(program, self.name, NAME, self.weights)
+        graft = self.graft(program, NAME)
         output = graft.tap_normed()
         x = graft.input("hidden", graft.hidden)
         for layer in range(self.layers):

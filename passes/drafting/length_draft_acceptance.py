@@ -36,7 +36,6 @@ from ..engine.base import Outcome
 from ..engine.plan_edits import with_record
 from ..policies import builds
 from .draft_pass import TrainedPass
-from .grafts import Graft
 
 A, G = torch.ops.aten, torch.ops.graftwork
 NAME = "acceptance"
@@ -67,7 +66,7 @@ class LengthDraftAcceptance(TrainedPass):
     def _grown(self, program: Program, draft: CachedDraft) -> Program:
         """The program with the head in the draft's function."""
         fn = program.function(draft.function).copy()
-        graft = Graft(program, self.name, NAME, self.weights, onto=fn)
+        graft = self.graft(program, NAME, onto=fn)
         with fn.graph.inserting_before(fn.output_node):
             x = _state(fn, self.name)
             for layer in range(self.layers):

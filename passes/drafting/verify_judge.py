@@ -25,7 +25,6 @@ from ..engine.base import Outcome
 from ..engine.plan_edits import with_record
 from ..policies import builds
 from .draft_pass import TrainedPass
-from .grafts import Graft
 
 NAME = "judge"
 
@@ -35,7 +34,7 @@ class VerifyJudge(TrainedPass):
     """See `TrainedPass` and the record."""
 
     def insert(self, program: Program) -> Outcome:
-        graft = Graft(program, self.name, NAME, self.weights)
+        graft = self.graft(program, NAME)
         output = graft.tap_normed()
         hidden = graft.input("hidden", graft.hidden)
         judged = graft.linear(hidden, NAME, 1, init="zeros")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -24,6 +24,9 @@ class Batch:
     tokens: i64[N,T]. hidden: f[N,T,H] by the step's output name. logits: f[N,T,V] after each token.
     draft: the plan's drafter, for policies about it. firsts: by window, the index of the last token
     that the target did not generate; default 0. parts: segments of the target's step, if it is cut.
+    known: i64[D], rising ids of the tokens that the student knows; logits are theirs, f[N,T,D], and
+    so are distributions and `best`, which say nothing where the target's best token is another.
+    chosen: the target's best tokens i64[N,T]; default: by `logits`.
     """
 
     tokens: torch.Tensor
@@ -32,6 +35,8 @@ class Batch:
     draft: DraftRecord = field(default_factory=NoDraft)
     firsts: Sequence[int] = ()
     parts: tuple[str, ...] = ()
+    known: torch.Tensor | None = None
+    chosen: torch.Tensor | None = None
 
     def alone(self) -> Iterator[Batch]:
         """Each window, from its continuation by the target on. For drafts that read one position;
@@ -42,17 +47,33 @@ class Batch:
         for index, first in enumerate(self.firsts):
             part = (slice(index, index + 1), slice(first, None))
             hidden = {name: states[part] for name, states in self.hidden.items()}
-            yield Batch(self.tokens[part], hidden, self.logits[part], self.draft, (), self.parts)
+            yield self.part(part, self.tokens[part], hidden)
+
+    def part(
+        self, place: tuple[slice, slice], tokens: torch.Tensor, hidden: Mapping[str, torch.Tensor]
+    ) -> Batch:
+        """Some windows and positions, with tokens and states of theirs."""
+        chosen = None if self.chosen is None else self.chosen[place]
+        logits = self.logits[place]
+        return replace(self, tokens=tokens, hidden=hidden, logits=logits, chosen=chosen, firsts=())
+
+    def _rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Where tokens stand in the student's vocabulary; -1: nowhere."""
+        if self.known is None:
+            return tokens
+        found = torch.searchsorted(self.known, tokens).clamp(max=len(self.known) - 1)
+        return found.masked_fill(self.known[found] != tokens, -1)
 
     @cached_property
     def best(self) -> torch.Tensor:
-        """The teacher's most likely next tokens, i64[N,T]."""
-        return self.logits.argmax(-1)
+        """The teacher's most likely next tokens, i64[N,T]; -1: the student does not know it."""
+        return self.logits.argmax(-1) if self.chosen is None else self._rows(self.chosen)
 
     @cached_property
     def teacher(self) -> torch.Tensor:
-        """The teacher's distribution, f32[N,T,V]."""
-        return self.logits.float().softmax(-1)
+        """The teacher's distribution, f32[N,T,V]; zeros where `best` is -1."""
+        found = self.logits.float().softmax(-1)
+        return found if self.known is None else found.mul_((self.best >= 0)[..., None])
 
     def target(self, aim: Aim) -> torch.Tensor:
         """Target distributions f32[N,T,V] of the token after each position. After the last one,
@@ -64,16 +85,15 @@ class Batch:
     @cached_property
     def _text(self) -> torch.Tensor:
         # tokens [N,T,P]: paths, whose last tokens follow.
-        known = self.tokens[:, 1:] if self.tokens.dim() == 2 else self.tokens[..., -1]
-        following = torch.cat([known, self.best[:, -1:]], 1)
-        one = torch.zeros_like(self.teacher)
-        return one.scatter_(-1, following[..., None], 1.0)
+        after = self.tokens[:, 1:] if self.tokens.dim() == 2 else self.tokens[..., -1]
+        index = torch.cat([self._rows(after), self.best[:, -1:]], 1)[..., None]
+        one = torch.zeros(self.logits.shape, device=self.logits.device)
+        return one.scatter_(-1, index.clamp(min=0), (index >= 0).float())
 
     @cached_property
     def _both(self) -> torch.Tensor:
         index = self.best[..., None]
-        half = self.teacher.new_full(index.shape, 0.5)
-        return (self.teacher * 0.5).scatter_add_(-1, index, half)
+        return (self.teacher * 0.5).scatter_add_(-1, index.clamp(min=0), (index >= 0) * 0.5)
 
 
 class Loss(NamedTuple):
@@ -132,8 +152,8 @@ def objective_of(record: Record) -> Objective:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Mean of -sum(target * log softmax(student)). The gradient is computed in the forward pass,
-    one sequence at a time, which reads logits once."""
+    """Mean of -sum(target * log softmax(student)), also of targets that are zero. The gradient is
+    computed in the forward pass, one sequence at a time, which reads logits once."""
 
     @staticmethod
     def forward(ctx: Any, student: torch.Tensor, target: torch.Tensor, shift: int) -> torch.Tensor:
@@ -146,10 +166,11 @@ class _CrossEntropy(torch.autograd.Function):
             scores, slope = student[index, :most].float(), gradient[index, :most]
             wanted = target[index, shift : shift + most]
             torch.softmax(scores, -1, out=slope)
+            mass = wanted.sum(-1)
             # log-sum-exp from the best token, whose probability cannot underflow.
-            total += (scores.amax(-1) - slope.amax(-1).log()).sum()
+            total += torch.dot(scores.amax(-1) - slope.amax(-1).log(), mass)
             total -= torch.dot(wanted.reshape(-1), scores.reshape(-1))
-            slope.sub_(wanted).div_(rows)
+            slope.mul_(mass[:, None]).sub_(wanted).div_(rows)
         ctx.save_for_backward(gradient)
         return total / rows
 

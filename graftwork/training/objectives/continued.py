@@ -67,13 +67,13 @@ def _below(record: ContinuedDraft, batch: Batch, made: list[torch.Tensor]) -> Ba
     """The heads' batch, with the drafter's states in the place of the target's. made: by level, the
     states that predict token t + 2 + level at position t."""
     steps = len(made)
+    later = slice(None), slice(steps, None)
     if not record.then.whole_path:
         # Position t has read token t + steps; for the heads it is the target's position there.
         hidden = {"hidden": made[-1]}
-        return Batch(batch.tokens[:, steps:], hidden, batch.logits[:, steps:])
+        return batch.part(later, batch.tokens[:, steps:], hidden)
     places = batch.tokens.shape[1] - 1 - steps
     paths = [batch.tokens[:, 2 + level : 2 + level + places] for level in range(steps)]
     states = torch.stack([one[:, :places] for one in made], 2)
     # The first head predicts what the target predicts after a path's last token.
-    logits = batch.logits[:, steps:]
-    return Batch(torch.stack(paths, 2), {"hidden": states}, logits)
+    return batch.part(later, torch.stack(paths, 2), {"hidden": states})

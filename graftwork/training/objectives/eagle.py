@@ -14,14 +14,10 @@ from collections.abc import Iterator
 import torch
 
 from ...ir.plan import CachedDraft
-from ...passes.drafting.draft_vocabulary import ABSENT
 from .base import Batch, Loss, Run, distilled, hit_rate, objective
 
 TOKEN_SHARE = 0.1
 """Weight of the cross entropy; the features' loss has 1."""
-
-EVEN = 1e-8
-"""Added to probabilities before they are renormalized to a draft's vocabulary."""
 
 NOISE = 0.2
 """Width of the noise for windows of 512 tokens; inversely proportional to the length."""
@@ -53,11 +49,10 @@ def rolled_out(record: CachedDraft, run: Run, batch: Batch, features: torch.Tens
     """The loss of all levels, from features f[N,T-1,F] at all positions."""
     if record.entry is not None:
         features = run(record.entry, hidden=features)["hidden"]
-    target = None
+    target = batch.target(record.aim)
     total, hits = torch.zeros((), device=features.device), []
     levels = rollout(record.function, run, batch.tokens, features, record.rollout)
     for level, (student, *_) in enumerate(levels):
-        target = renormalized(batch.target(record.aim), student) if target is None else target
         total = total + record.decay**level * distilled(student, target, 1 + level)
         hits.append(hit_rate(student, batch.best, 1 + level))
     return Loss(total, hits)
@@ -107,16 +102,6 @@ def _deeper(seen: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
     wider[have:, :have] = seen[above]
     wider[have:, have:] = torch.eye(count, dtype=torch.bool)
     return wider
-
-
-def renormalized(target: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
-    """Probabilities [N,T,V] restricted to the student's vocabulary; nearly uniform if the target
-    has no mass there."""
-    known = student.detach()[0, 0] > ABSENT / 2
-    if bool(known.all()):
-        return target
-    kept = (target + EVEN) * known
-    return kept / kept.sum(-1, keepdim=True)
 
 
 def noisy(features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,6 @@ from ...engine.base import Outcome
 from ...engine.plan_edits import with_record
 from ...policies import builds
 from ..draft_pass import TrainedPass
-from ..grafts import Graft
 from . import PredictedLength
 
 A = torch.ops.aten
@@ -42,7 +41,7 @@ class LengthPredicted(TrainedPass):
     inner: Nodes = 256
 
     def insert(self, program: Program) -> Outcome:
-        graft = Graft(program, self.name, NAME, self.weights)
+        graft = self.graft(program, NAME)
         output = graft.tap_embedded()
         x = graft.input("hidden", 2 * graft.hidden)
         for layer in range(2):

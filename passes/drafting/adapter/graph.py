@@ -40,7 +40,7 @@ from ...engine.base import Outcome
 from ...policies import builds
 from ..copied_layer import copied_layer, copied_norm
 from ..decoder_layer import LayerShape, angles_at, decoder_layer
-from ..draft_pass import DraftPass
+from ..draft_pass import DraftHeadPass
 from ..grafts import Graft
 from . import AdaptedExitDraft
 
@@ -48,16 +48,16 @@ NAME = "adapter"
 
 
 @builds(AdaptedExitDraft, exit=2, levels=6, aim="distribution")
-class DraftAdapter(DraftPass):
+class DraftAdapter(DraftHeadPass):
     """copied: whether the adapter is a whole layer that starts as the target's last one. The rest:
-    see `DraftPass` and the record."""
+    see `DraftHeadPass` and the record."""
 
     copied: bool = False
 
     name: ClassVar[str] = "draft_adapter"
 
     def insert(self, program: Program) -> Outcome:
-        graft = Graft(program, self.name, NAME, self.weights)
+        graft = self.graft(program, NAME)
         draft: AdaptedExitDraft = self.made(function=NAME)
         output = graft.tap(draft.exit - 1)
         positions = graft.input("positions", dtype=torch.int64)

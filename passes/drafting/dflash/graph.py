@@ -42,7 +42,7 @@ from ....ir.plan.bounds import Levels, Place
 from ...engine.base import Outcome
 from ...policies import builds
 from ..decoder_layer import LayerShape, angles_at, decoder_layer
-from ..draft_pass import DraftPass
+from ..draft_pass import DraftHeadPass
 from ..grafts import Graft
 from . import BlockDraft
 
@@ -51,11 +51,11 @@ NAME, ENTRY, MASK = "dflash", "dflash_entry", "dflash.mask"
 
 
 @builds(BlockDraft, "levels", "rollout", "token", decay=0.7788)
-class DraftDflash(DraftPass):
+class DraftDflash(DraftHeadPass):
     """masks: tokens drafted, a block's but for its first. depth: draft layers. layers: of the
     target, whose outputs are read; none given: as many as `depth`, evenly spread from the second to
     the third last. token: the id that is a mask; none: a new one beyond the vocabulary. decay:
-    exp(-1 / 4), as the paper has it for blocks of eight. The rest: see `DraftPass` and the
+    exp(-1 / 4), as the paper has it for blocks of eight. The rest: see `DraftHeadPass` and the
     record."""
 
     masks: Levels = 7
@@ -72,7 +72,7 @@ class DraftDflash(DraftPass):
                 f"{program.info.vocab_size}"
             )
         program, output = self._entry(program)
-        graft = Graft(program, self.name, NAME, self.weights)
+        graft = self.graft(program, NAME)
         shape = LayerShape.of(graft.step, self.name, graft.hidden)
         tokens, positions, hidden = graft.text_inputs()
         x = self._block(graft, tokens)
@@ -107,7 +107,7 @@ class DraftDflash(DraftPass):
 
     def _entry(self, program: Program) -> tuple[Program, str]:
         """The features' layer and norm, a function of its own, and the step's output it takes."""
-        graft = Graft(program, self.name, ENTRY, self.weights)
+        graft = self.graft(program, ENTRY)
         shape = LayerShape.of(graft.step, self.name, graft.hidden)
         layers = self._layers(graft)
         # An input of the layer after: states are called by what reads them.

@@ -27,7 +27,6 @@ from ...engine.base import Outcome
 from ...engine.plan_edits import with_record
 from ...policies import builds
 from ..draft_pass import TrainedPass
-from ..grafts import Graft
 from . import FEATURES, DiscoLength
 
 A = torch.ops.aten
@@ -41,7 +40,7 @@ class LengthDisco(TrainedPass):
     inner: Nodes = 32
 
     def insert(self, program: Program) -> Outcome:
-        graft = Graft(program, self.name, NAME, self.weights)
+        graft = self.graft(program, NAME)
         x = graft.linear(graft.input("features", FEATURES), f"{NAME}.0", self.inner)
         x = graft.call(A.silu.default, x)
         odds = graft.call(A.squeeze.dim, graft.linear(x, f"{NAME}.head", 1, init="zeros"), -1)

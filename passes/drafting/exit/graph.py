@@ -32,18 +32,18 @@ from pydantic import Field
 from ....ir import Program
 from ...engine.base import Outcome
 from ...policies import builds
-from ..draft_pass import DraftPass
-from ..grafts import Graft
+from ..draft_pass import DraftHeadPass
 from . import ExitDraft
 
 NAME = "exit_head"
 
 
 @builds(ExitDraft)
-class DraftExit(DraftPass):
+class DraftExit(DraftHeadPass):
     """own_head: a trained head instead of the target's own. layers: blocks of that head. The rest:
-    see `DraftPass` and the record."""
+    see `DraftHeadPass` and the record."""
 
+    vocabulary: int = Field(default=0, ge=0)  # the target's head needs no training
     own_head: bool = True
     layers: int = Field(default=1, ge=0, le=16)
 
@@ -52,7 +52,7 @@ class DraftExit(DraftPass):
         return super().knows or not self.own_head
 
     def insert(self, program: Program) -> Outcome:
-        graft = Graft(program, self.name, NAME, self.weights)
+        graft = self.graft(program, NAME)
         draft: ExitDraft = self.made(function=NAME)
         output = graft.tap(draft.exit - 1)
         x = graft.input("hidden", graft.hidden)

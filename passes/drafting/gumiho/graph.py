@@ -40,7 +40,7 @@ from ....ir.plan.bounds import Levels
 from ...engine.base import Outcome
 from ...policies import builds
 from ..decoder_layer import LayerShape, angles_at, decoder_layer
-from ..draft_pass import DraftPass
+from ..draft_pass import DraftHeadPass
 from ..grafts import Graft
 from . import JoinedHeadsDraft
 
@@ -48,10 +48,10 @@ A = torch.ops.aten
 
 
 @builds(ContinuedDraft, "token", "feature", "later", "noise", aim="distribution")
-class DraftGumiho(DraftPass):
+class DraftGumiho(DraftHeadPass):
     """serial: tokens predicted one after the other. layers: decoder layers for them. heads: tokens
     predicted at once after those. blocks: of a head, after its first. bias: whether the linear
-    layer has one. The rest: see `DraftPass` and the record."""
+    layer has one. The rest: see `DraftHeadPass` and the record."""
 
     serial: Levels = 2
     layers: int = Field(default=2, ge=1)
@@ -74,7 +74,7 @@ class DraftGumiho(DraftPass):
         return Outcome(program, 1 + self.heads)
 
     def _serial(self, program: Program) -> tuple[Program, str]:
-        graft = Graft(program, self.name, "gumiho", self.weights)
+        graft = self.graft(program, "gumiho")
         shape = LayerShape.of(graft.step, self.name, graft.hidden)
         output = graft.tap_normed()
         tokens, positions, hidden = graft.text_inputs()
@@ -89,7 +89,7 @@ class DraftGumiho(DraftPass):
         return graft.done(outputs), output
 
     def _parallel(self, program: Program) -> Program:
-        graft = Graft(program, self.name, "gumiho_heads", self.weights)
+        graft = self.graft(program, "gumiho_heads")
         steps, size = self.serial, graft.hidden
         tokens = graft.input("tokens", steps, dtype=torch.int64)
         hidden = graft.input("hidden", steps, size)

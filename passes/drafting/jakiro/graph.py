@@ -42,7 +42,7 @@ from ...engine.base import Outcome
 from ...engine.plan_edits import with_draft
 from ...policies import builds
 from ..decoder_layer import LayerShape, angles_at, decoder_layer, gated_mlp
-from ..draft_pass import DraftPass
+from ..draft_pass import DraftHeadPass
 from ..grafts import Graft
 from . import AheadDraft
 
@@ -50,10 +50,10 @@ A = torch.ops.aten
 
 
 @builds(AheadDraft, "later", "noise", aim="distribution")
-class DraftJakiro(DraftPass):
+class DraftJakiro(DraftHeadPass):
     """levels: tokens predicted ahead at most, the last one by the call of the one before it. inner:
     channels of an expert; None: the model's. bias: whether the linear layer has one. The
-    rest: see `DraftPass` and the record."""
+    rest: see `DraftHeadPass` and the record."""
 
     levels: Levels = Field(default=6, ge=2)
     inner: int | None = Field(default=None, ge=1)
@@ -63,7 +63,7 @@ class DraftJakiro(DraftPass):
     unread: ClassVar[tuple[str, ...]] = ("embed_tokens.weight",)
 
     def insert(self, program: Program) -> Outcome:
-        graft = Graft(program, self.name, "jakiro", self.weights)
+        graft = self.graft(program, "jakiro")
         # Its MLP is another one.
         shape = replace(LayerShape.of(graft.step, self.name, graft.hidden), inner=0)
         output = graft.tap_normed()
@@ -109,7 +109,7 @@ class DraftJakiro(DraftPass):
 
     def _later(self, program: Program) -> Program:
         """The target's head on the state ahead."""
-        graft = Graft(program, self.name, "jakiro_ahead", self.weights)
+        graft = self.graft(program, "jakiro_ahead")
         logits = graft.head(graft.input("hidden", graft.hidden))
         return graft.done(
             graft.candidates(graft.call(A.unsqueeze.default, logits, 2), self.candidates)

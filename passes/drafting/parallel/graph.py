@@ -45,7 +45,6 @@ from ...engine.base import Outcome
 from ...engine.plan_edits import with_plan
 from ...policies import builds
 from ..draft_pass import TrainedPass
-from ..grafts import Graft
 from ..prompt_tokens import reading_prompts
 from ..trained import TrainedWeights
 from . import ParallelDraft
@@ -111,7 +110,7 @@ class DraftParallel(TrainedPass):
 
     def _with_state(self, program: Program, fn: Function) -> Program:
         """The program with the function, which finds a trained state beside mask tokens."""
-        graft = Graft(program, self.name, NAME, self.weights, onto=fn)
+        graft = self.graft(program, NAME, onto=fn)
         if fn.has_input("hidden"):
             tokens, hidden = fn.input("tokens"), fn.input("hidden")
             users = list(hidden.users)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import torch
 
 from ....training.objectives.base import Batch, Loss, Run, distilled, hit_rate, objective
-from ....training.objectives.eagle import renormalized
 from . import ParallelDraft
 
 
@@ -37,7 +36,7 @@ def parallel_loss(record: ParallelDraft, run: Run, batch: Batch) -> Loss:
         given["hidden"] = torch.cat([features, blank], 1)
     outputs = run(record.function, tokens=torch.cat([text, masks], 1), **given)
     student = outputs["draft_logits"]
-    target = renormalized(batch.target(record.aim), student)
+    target = batch.target(record.aim)
     total, hits = torch.zeros((), device=student.device), []
     for depth in range(record.levels):
         mine = (depths == depth).nonzero()[:, 0].to(text.device)
