@@ -93,7 +93,9 @@ def run(decoding: Decoding) -> Stats:
     decoding.start()
     stats, feeder, texts = decoding.stats, decoding.feeder, decoding.texts
     first = sum(text.generated for text in decoding.own)
-    start, inside = decoding.clock(), feeder.seconds - feeder.executable.preparing
+    feeders = {feeder, decoding.resting}
+    before = sum(each.seconds for each in feeders) - feeder.executable.preparing
+    start = decoding.clock()
     rounds = [round_(decoding) for round_ in ROUNDS if round_.fits(decoding)]
     while decoding.live:
         decoding.retire()
@@ -101,7 +103,8 @@ def run(decoding: Decoding) -> Stats:
         chosen, most = next((r, n) for r in rounds if (n := r.wants()) != 0)
         chosen.run(most)
     stats.decode_seconds = decoding.clock() - start
-    stats.executable_seconds = feeder.seconds - feeder.executable.preparing - inside
+    after = sum(each.seconds for each in feeders) - feeder.executable.preparing
+    stats.executable_seconds = after - before
     stats.new_tokens = sum(text.generated for text in decoding.own)
     stats.decoded_tokens = stats.new_tokens - first
     return stats
