@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 from archs import ARCHS, build
+from noisy import Multinomial
 from transformers import DynamicCache
 
 import graftwork as gw
 from graftwork.ir import InputError
-from graftwork.runtime.speculate.sampling import Chances
 
 NAMES = ("llama", "gpt2", "qwen3", "gemma3_text", "mixtral", "opt", "phi", "stablelm")
 PROMPTS = torch.tensor([[5, 9, 17, 33, 9, 17], [40, 41, 42, 40, 41, 42]])
@@ -138,15 +138,11 @@ def test_greedy_generate(name: str, use_cache: bool) -> None:
 @some
 def test_sample_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sequences a prompt, drawn by the same numbers, and the scores that they were drawn by."""
-    random = torch.Generator()
-
-    def multinomial(probs: torch.Tensor, num_samples: int) -> torch.Tensor:
-        return torch.tensor(Chances(probs.numpy(), None).draw(random))[:, None]
-
+    drawing = Multinomial()
     options = asked(**SAMPLED, **KEPT, num_return_sequences=2, attention_mask=MASK)
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "multinomial", multinomial)
-        random.manual_seed(3)
+        patch.setattr(torch, "multinomial", drawing)
+        drawing.manual_seed(3)
         wanted = theirs(name).generate(PROMPTS, **options)
     ours(name).forget()
     found = ours(name).generate(PROMPTS, **options, seed=3)
