@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.data.corpus import Windows
 from graftwork.ir import Program
+from graftwork.ir.plan import GoodputLength
 from graftwork.model import Model
 from graftwork.passes.drafting.dflash.graph import DraftDflash
 from graftwork.passes.drafting.draft_amphista import DraftAmphista
@@ -34,6 +36,7 @@ from graftwork.passes.drafting.gumiho.graph import DraftGumiho
 from graftwork.passes.drafting.jakiro.graph import DraftJakiro
 from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.training import FitState, fit
+from graftwork.training.fit import accepted_per_step
 from graftwork.training.net import Net
 from graftwork.training.objectives.base import Batch, distilled
 from graftwork.training.teacher_cache import FOLDER, Teacher
@@ -188,6 +191,31 @@ def test_runs_share_texts_and_what_the_target_says(
         assert torch.equal(weight.load(), again.model.program.weights[name].load())
     with pytest.raises(AssertionError, match="the text is there"):
         fit(drafted(DraftMedusa()), TEXT[:6], out=tmp_path / "d", lessons=shared, **FEW)
+
+
+def test_text_that_is_there_counts_as_long_as_it_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second drafter has as much text as the first, and spends no time on more."""
+    few = {**FEW, "minutes": 0.02, "steps": 400, "lessons": tmp_path / "lessons"}
+    fit(drafted(DraftMedusa()), TEXT, out=tmp_path / "a", **few)
+    kept = sorted(path.name for path in (tmp_path / "lessons" / FOLDER).iterdir())
+
+    def refuse(*given: Any) -> Any:
+        raise AssertionError("the text is there")
+
+    monkeypatch.setattr(Author, "write", refuse)
+    fit(drafted(DraftHydra()), TEXT, out=tmp_path / "b", **few)
+    after = {path.name for path in (tmp_path / "lessons" / FOLDER).iterdir() if "text" in path.name}
+    assert after == {name for name in kept if "text" in name}
+
+
+def test_acceptance_is_measured_with_whole_drafts(tmp_path: Path) -> None:
+    """Not with those that a busy machine leaves."""
+    model = drafted(DraftMedusa())
+    plan = replace(model.program.plan, length=GoodputLength(loss=1e-9))
+    given_up = replace(model, program=model.program.replace(plan=plan))
+    assert accepted_per_step(given_up, TEXT) == accepted_per_step(model, TEXT) > 1.0
 
 
 def test_another_form_of_the_model_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
