@@ -44,11 +44,11 @@ DRAFTERS: dict[str, Pass] = {
     "jakiro": DraftJakiro(levels=3, candidates=4),
 }
 TREES: dict[str, Pass] = {
-    "chain": named("tree_chain", depth=4),
+    "chain": named("tree_chain", depth=3),
     "static": named(
         "tree_static", paths=((0,), (1,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (1, 0, 1))
     ),
-    "best_first": named("tree_best_first", nodes=9, depth=4, width=3),
+    "best_first": named("tree_best_first", nodes=9, depth=3, width=3),
 }
 
 

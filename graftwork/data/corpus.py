@@ -139,14 +139,18 @@ def own_text(
     generate: Callable[..., Any], prompts: torch.Tensor, width: int, temperature: float, seed: int
 ) -> torch.Tensor:
     """Continue prompts i64[N,P] by the model to i64[N,width]. temperature 0: greedy."""
-    sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    chosen = {**BEST, "do_sample": True, **sampling} if temperature else BEST
     result: torch.Tensor = generate(
         prompts,
         attention_mask=torch.ones_like(prompts),  # no padding, whatever the ids
         max_new_tokens=width - prompts.shape[1],
         eos_token_id=[],
         seed=seed,
-        **chosen,
+        **drawn_at(temperature),
     )
     return result
+
+
+def drawn_at(temperature: float) -> dict[str, Any]:
+    """Options of `generate` that sample from the whole distribution; 0: greedily."""
+    sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    return {**BEST, "do_sample": True, **sampling} if temperature else BEST

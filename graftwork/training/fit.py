@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -195,18 +195,18 @@ class _Fit:
         """Prepare windows, train, measure."""
         device = torch.device(self.model.target.device)
         names = [name for draft in self.drafts for name in trainable(self.model.program, draft)]
-        state, heads, moments = self._restored() if resume else (self._fresh(), {}, {})
+        state, heads, moments = self._restored(names) if resume else (self._fresh(), {}, {})
         start = time.perf_counter()
-        windows, kept = self._written()
+        numbers, kept = self._written()
         del self.writer  # which may be large
-        self.model = replace(self.model, program=self._with_words(kept, heads))
+        self.model = replace(self.model, program=self._with_words(numbers, kept, heads))
         net = Net(self.model.program, list(dict.fromkeys(names)), device)
         optimizer = torch.optim.AdamW(
             net.parameters, lr=self.options.rate, betas=(0.9, 0.95), weight_decay=0.0
         )
         if resume:
-            self._fill(net, optimizer, heads, moments)
-        pool = self._taught(net, windows, kept, start)
+            checkpoint.restore(optimizer, net.trained, net.parameters, heads, moments)
+        pool = self._taught(net, numbers, kept, start)
         self.started = time.perf_counter()
         while not self._used_up(state):
             self._step(net, optimizer, pool, state)
@@ -282,16 +282,19 @@ class _Fit:
         minutes = self.options.minutes
         return SAMPLED * LARGER if minutes is not None and minutes >= LONG else SAMPLED
 
-    def _with_words(self, kept: Kept, heads: Mapping[str, torch.Tensor]) -> Program:
+    def _with_words(self, numbers: list[int], kept: Kept, heads: Tensors) -> Program:
         """The program with draft vocabularies: those of a checkpoint, or the tokens that are most
-        frequent in the user's text and in the first file."""
+        frequent in the user's text and in what was written."""
         program = self.model.program
         if heads:
-            old = [Weight.of(name, heads[name]) for name in self.chosen if name in heads]
+            old = [Weight.of(name, heads[name]) for name in self.chosen]
             return program.replace(weights=program.weights.replacing(*old))
         if not self.chosen:
             return program
-        text = torch.cat([self.windows.stream, kept.read(_name(0))["tokens"].flatten()])
+        # Several processes write texts of their own, and all must choose the same tokens.
+        mine = numbers if self.processes.count == 1 else []
+        written = [kept.read(_name(number))["tokens"].flatten() for number in mine]
+        text = torch.cat([self.windows.stream, *written])
         return chosen_by(program, torch.bincount(text, minlength=program.info.vocab_size))
 
     def _taught(self, net: Net, numbers: list[int], kept: Kept, start: float) -> TeacherCache:
@@ -410,22 +413,16 @@ class _Fit:
             options=asdict(self.options), target=trained_on(self.model.program)
         )
 
-    def _restored(self) -> tuple[checkpoint.Progress, Tensors, Tensors]:
-        """A checkpoint's progress, weights and optimizer state."""
+    def _restored(self, names: list[str]) -> tuple[checkpoint.Progress, Tensors, Tensors]:
+        """A checkpoint's progress, weights and optimizer state. names: of what is trained."""
         state, heads, moments = checkpoint.read(self.out)
         if state.target != trained_on(self.model.program):
             raise InputError(f"{self.out} belongs to another model than {self.model.program.name}")
-        return state, heads, moments
-
-    def _fill(
-        self, net: Net, optimizer: torch.optim.Optimizer, heads: Tensors, moments: Tensors
-    ) -> None:
-        """Go on with a checkpoint's weights."""
-        if missing := sorted({*net.trained, *self.chosen} ^ set(heads)):
+        if missing := sorted({*names, *self.chosen} ^ set(heads)):
             raise InputError(
                 f"{self.out} belongs to another recipe: {missing[0]} is in one of them only"
             )
-        checkpoint.restore(optimizer, net.trained, net.parameters, heads, moments)
+        return state, heads, moments
 
     def _save(self, net: Net, optimizer: torch.optim.Optimizer, state: checkpoint.Progress) -> None:
         if self.processes.rank:

@@ -3,7 +3,7 @@
 Drafts are verified on text that the target generates. So a share of the windows is continued by
 the target, and a model that has a chat template also asks itself: what it samples behind the
 template's opening of a user's turn is a question (Xu et al., "Magpie: Alignment Data Synthesis from
-Scratch by Prompting Aligned LLMs with Nothing", 2024), which it answers greedily.
+Scratch by Prompting Aligned LLMs with Nothing", 2024), which it answers as it continues texts.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ..chat.files import has_template
-from ..data.corpus import Windows, own_text
+from ..data.corpus import Windows, drawn_at, own_text
+from ..ir import InputError
 from ..ir.execution.executable import Planned
 from ..ir.support.tokenizer import encode
-from ..runtime.asking.options import BEST
 from ..runtime.generation import generate
 
 if TYPE_CHECKING:
@@ -67,20 +67,25 @@ class Author:
 
     @cached_property
     def opening(self) -> list[int]:
-        """What stands before a user's words in the model's chat template; empty without one."""
+        """What stands before a user's words in the model's chat template; empty without one that
+        shows them."""
         if not has_template(self.model.program):
             return []
-        asked = [{"role": "user", "content": BLANK}]
-        text = str(self.model.apply_chat_template(asked, tokenize=False))
-        before, blank, _ = text.partition(BLANK)
-        return encode(self.model.tokenizer, before, marked=False) if blank else []
+        try:
+            asked = [{"role": "user", "content": BLANK}]
+            text = str(self.model.apply_chat_template(asked, tokenize=False))
+            before, blank, _ = text.partition(BLANK)
+            return encode(self.model.tokenizer, before, marked=False) if blank else []
+        except InputError:  # a template that asks for more, or no tokenizer
+            return []
 
     def _conversations(self, count: int, width: int, seed: int) -> Texts:
         """Questions and answers, cut to the width; and where each question ends."""
         ends = set(self.model.program.info.eos)
         openings = torch.tensor([self.opening] * count)
-        drawn = {**BEST, "do_sample": True, "temperature": 1.0, "seed": seed}
-        asked = self._generate(openings, max_new_tokens=max(1, min(ASKED, width // 4)), **drawn)
+        asked = self._generate(
+            openings, max_new_tokens=max(1, min(ASKED, width // 4)), seed=seed, **drawn_at(1.0)
+        )
         prompts = []
         for row in asked[:, len(self.opening) :].tolist():
             end = next((place for place, token in enumerate(row) if token in ends), len(row))
@@ -99,7 +104,8 @@ class Author:
             attention_mask=mask,
             max_new_tokens=width - shortest,
             eos_token_id=[],
-            **BEST,
+            seed=seed,
+            **drawn_at(self.temperature),
         )
         rows = [row[longest - len(prompt) :] for row, prompt in zip(written, prompts, strict=True)]
         starts = torch.tensor([len(prompt) - 1 for prompt in prompts])

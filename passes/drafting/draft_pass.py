@@ -107,5 +107,6 @@ class DraftHeadPass(DraftPass):
 
     def graft(self, program: Program, function: str, onto: Function | None = None) -> Graft:
         graft = super().graft(program, function, onto)
-        graft.known = DraftVocabulary.of(graft, self.name.removeprefix("draft_"), self.vocabulary)
+        name = self.name.removeprefix("draft_")
+        graft.known = DraftVocabulary.of(graft.trained, graft.vocab, name, self.vocabulary)
         return graft

@@ -14,18 +14,15 @@ a token that the draft does not know has probability zero in it, and is never pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.fx
 
 from ...ir import Function, PassError, Program, TensorType, Weight, derivation, derive
 from ...ir.rewrite.cleanup import sweep
-
-if TYPE_CHECKING:
-    from .grafts import Graft
+from .trained import TrainedWeights
 
 A = torch.ops.aten
 
@@ -46,13 +43,15 @@ class DraftVocabulary:
     ids: torch.Tensor
 
     @classmethod
-    def of(cls, graft: Graft, name: str, size: int) -> DraftVocabulary | None:
-        """The vocabulary of a function's trained weights, or the lowest ids; None: all tokens."""
-        if graft.trained:
-            ids = _trained_ids(graft, f"{name}{OFFSETS}")
+    def of(
+        cls, trained: TrainedWeights, vocab: int, name: str, size: int
+    ) -> DraftVocabulary | None:
+        """The vocabulary of trained weights, or the `size` lowest ids; None: all tokens."""
+        if trained:
+            ids = _trained_ids(trained, vocab, f"{name}{OFFSETS}")
         else:
-            ids = torch.arange(size) if 0 < size < graft.vocab else None
-        return None if ids is None else cls(name, graft.vocab, ids)
+            ids = torch.arange(size) if 0 < size < vocab else None
+        return None if ids is None else cls(name, vocab, ids)
 
     @property
     def offsets(self) -> Weight:
@@ -65,29 +64,33 @@ class DraftVocabulary:
         offsets = self.offsets
         return derive(f"{self.name}.ids", offsets.type, draft_ids, offsets)
 
-    def widened(self, graft: Graft, found: Mapping[str, torch.fx.Node]) -> dict[str, torch.fx.Node]:
-        """Candidates among the D tokens, in the target's vocabulary."""
+    def widened(
+        self,
+        fn: Function,
+        found: Mapping[str, torch.fx.Node],
+        constant: Callable[[Weight], torch.fx.Node],
+    ) -> dict[str, torch.fx.Node]:
+        """Candidates of a function among the D tokens, in the target's vocabulary. constant: makes
+        a reference to a weight."""
         name, vocab, rows = self.name, self.vocab, self.rows
-        table = graft.call(A.unsqueeze.default, graft.constant(rows.inputs[0]), -1)
-        offset = graft.call(A.embedding.default, table, found["draft_tokens"])
-        offset = graft.call(A.squeeze.dim, offset, -1)
-        tokens = graft.call(A.add.Tensor, found["draft_tokens"], offset)
+        table = fn.call(A.unsqueeze.default, constant(rows.inputs[0]), -1)
+        offset = fn.call(A.embedding.default, table, found["draft_tokens"])
+        offset = fn.call(A.squeeze.dim, offset, -1)
+        tokens = fn.call(A.add.Tensor, found["draft_tokens"], offset)
         type = TensorType(torch.int64, (vocab,))
         columns = derive(f"{name}.places", type, draft_places, rows, vocab=vocab)
         type = TensorType(torch.bool, (vocab,))
         missing = derive(f"{name}{MISSING}", type, draft_absent, rows, vocab=vocab)
-        spread = graft.call(
-            A.index_select.default, found["draft_logits"], -1, graft.constant(columns)
-        )
-        whole = graft.call(A.masked_fill.Scalar, spread, graft.constant(missing), ABSENT)
+        spread = fn.call(A.index_select.default, found["draft_logits"], -1, constant(columns))
+        whole = fn.call(A.masked_fill.Scalar, spread, constant(missing), ABSENT)
         return {**found, "draft_logits": whole, "draft_tokens": tokens}
 
 
-def _trained_ids(graft: Graft, name: str) -> torch.Tensor | None:
+def _trained_ids(trained: TrainedWeights, vocab: int, name: str) -> torch.Tensor | None:
     """The tokens of trained weights, i64[D], by each one's distance to its id; None: all.
 
     Errors: `PassError` for ids that are not some of the target's, or that contradict a t2d."""
-    trained, owner = graft.trained, graft.owner
+    owner = trained.owner
     offsets = trained.find(name)
     if offsets is None:
         return None
@@ -98,19 +101,19 @@ def _trained_ids(graft: Graft, name: str) -> torch.Tensor | None:
             f"offset for each row of its head"
         )
     ids = d2t + torch.arange(len(d2t))
-    if int(ids.min()) < 0 or int(ids.max()) >= graft.vocab or bool((ids.diff() <= 0).any()):
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab or bool((ids.diff() <= 0).any()):
         raise PassError(
             f"{owner}: {trained.path} maps draft tokens to {int(ids.min())}..{int(ids.max())}, "
-            f"expected rising ids within 0..{graft.vocab - 1}, the model's vocabulary"
+            f"expected rising ids within 0..{vocab - 1}, the model's vocabulary"
         )
     if "t2d" in trained.names:
         t2d = trained.read("t2d")
-        if t2d.shape != (graft.vocab,) or not torch.equal(t2d.nonzero().flatten(), ids):
+        if t2d.shape != (vocab,) or not torch.equal(t2d.nonzero().flatten(), ids):
             raise PassError(
                 f"{owner}: {trained.path} has a t2d {list(t2d.shape)} that contradicts its d2t; "
-                f"expected bool[{graft.vocab}], true for the {len(ids)} tokens that d2t names"
+                f"expected bool[{vocab}], true for the {len(ids)} tokens that d2t names"
             )
-    return None if len(ids) == graft.vocab else ids
+    return None if len(ids) == vocab else ids
 
 
 def narrow(program: Program, function: str) -> tuple[Function, torch.Tensor] | None:

@@ -301,7 +301,7 @@ class Graft:
     def candidates(self, logits: torch.fx.Node, count: int) -> dict[str, torch.fx.Node]:
         """The outputs that proposers read: logits, and the best tokens and log probabilities."""
         found = candidates(self.fn, logits, min(count, int(str(type_of(logits).dims[-1]))))
-        return found if self.known is None else self.known.widened(self, found)
+        return found if self.known is None else self.known.widened(self.fn, found, self.constant)
 
     def picked(
         self, state: torch.fx.Node, best: Mapping[str, torch.fx.Node]
