@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_eagle3 import SOME, knowing
 from test_front_door import ROOT
 from test_runtime_cached import CHAIN, PROMPTS, decode, drafting, plainly
@@ -121,6 +122,22 @@ def _modules_that_distil() -> list[Any]:
         if name.startswith("graftwork.") and getattr(module, "distilled", None) is distilled
         if not name.endswith("objectives.base")
     ]
+
+
+def test_vllms_layout_has_the_ids_of_the_rows(tmp_path: Path) -> None:
+    """As its Medusa reads them: heads of D rows, ``token_map`` and ``truncated_vocab_size``."""
+    for knows, size in ((KNOWS, 5), ({}, 32)):
+        made = drafted(DraftMedusa(heads=2, **knows))
+        fitted = fit(made, TEXT, out=tmp_path / f"heads{size}", **FEW)
+        folder = fitted.model.export_vllm_medusa(tmp_path / f"vllm{size}")
+        tensors = load_file(folder / "model.safetensors")
+        config = json.loads((folder / "config.json").read_text())
+        assert (config["vocab_size"], config["truncated_vocab_size"]) == (32, size)
+        assert tensors["lm_heads.1.weight"].shape == (size, 32)
+        assert ("token_map" in tensors) == (size == 5)
+        if size == 5:
+            found = narrow(fitted.model.program, "medusa")
+            assert found is not None and torch.equal(tensors["token_map"], found[1])
 
 
 def test_targets_of_some_words() -> None:

@@ -61,7 +61,7 @@ def train(
     ] = None,
     writer: Annotated[
         str,
-        typer.Option(help="Of heads: the recipe by which the model writes text, or '' as it is."),
+        typer.Option(help="Of heads, on onnxruntime:cpu: what writes text ('': itself)."),
     ] = "int8",
     resume: Annotated[bool, typer.Option(help="Continue from the checkpoint in --out.")] = False,
 ) -> None:
@@ -125,7 +125,7 @@ def _writer(model: str, recipe: str, made: Model, update: Any) -> Model | None:
     from ..optimizing import optimize
     from ..training import FitState
 
-    if not recipe or made.target.backend != "onnxruntime":
+    if not recipe or (made.target.backend, made.target.device) != ("onnxruntime", "cpu"):
         return None
     return optimize(
         model,

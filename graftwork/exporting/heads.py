@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from ..ir import InputError, Program, type_of
 from ..ir.plan import DraftRecord, HeadsDraft
 from ..ir.support.scratch import replacing
+from ..passes.drafting.draft_vocabulary import OFFSETS, draft_ids
 
 Draft = TypeVar("Draft", bound=DraftRecord)
 
@@ -23,9 +24,10 @@ _HEAD = re.compile(r"medusa\.(\d+)\.(\d+)\.weight")
 
 def export_vllm_medusa(program: Program, folder: Path) -> Path:
     """Write Medusa heads for vLLM: config.json and model.safetensors with
-    ``blocks.{head}.layers.{layer}.{weight,bias}`` and ``lm_heads.{head}.weight``. Errors:
-    `InputError` without trained Medusa heads, or if they share the target's language-model head,
-    which the layout cannot represent."""
+    ``blocks.{head}.layers.{layer}.{weight,bias}`` and ``lm_heads.{head}.weight``; of a draft
+    vocabulary also ``token_map``, the ids i64[D] of the heads' rows, and ``truncated_vocab_size``.
+    Errors: `InputError` without trained Medusa heads, or if they share the target's language-model
+    head, which the layout cannot represent."""
     draft = find_draft(program, HeadsDraft, "Medusa heads are heads(...)")
     if not draft.trained:
         raise InputError("the heads are untrained; train them first (graftwork train)")
@@ -38,6 +40,8 @@ def export_vllm_medusa(program: Program, folder: Path) -> Path:
             tensors[f"blocks.{head}.layers.{layer}.{part}"] = weight.load()
         elif head_ := _HEAD.fullmatch(name):
             tensors[f"lm_heads.{head_[1]}.weight"] = weight.load()
+        elif name == f"medusa{OFFSETS}":
+            tensors["token_map"] = draft_ids(weight.load())
     if not any(name.startswith("lm_heads") for name in tensors):
         raise InputError(
             "the heads share the target's language-model head; vLLM's layout needs one each "
@@ -50,6 +54,7 @@ def export_vllm_medusa(program: Program, folder: Path) -> Path:
         "model_type": "medusa",
         "hidden_size": int(str(hidden)),
         "vocab_size": program.info.vocab_size,
+        "truncated_vocab_size": len(tensors.get("token_map", range(program.info.vocab_size))),
         "num_heads": draft.levels,
         "num_hidden_layers": layers,
         "medusa_fc_bias": True,

@@ -15,6 +15,7 @@ from ..ir import Function, InputError, Program
 from ..ir.plan import CachedDraft
 from ..ir.rewrite.subgraph import evaluate, extract
 from ..ir.support.files import read_json
+from ..passes.drafting.draft_vocabulary import draft_ids
 from .heads import find_draft, write_heads
 
 A, G = torch.ops.aten, torch.ops.graftwork
@@ -86,7 +87,7 @@ def _tensors(program: Program, fn: Function) -> dict[str, torch.Tensor]:
     if "d2t" in named:
         d2t = named["d2t"].load()
         t2d = torch.zeros(program.info.vocab_size, dtype=torch.bool)
-        t2d[d2t + torch.arange(len(d2t))] = True
+        t2d[draft_ids(d2t)] = True
         tensors |= {"d2t": d2t, "t2d": t2d}
     return tensors
 

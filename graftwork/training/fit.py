@@ -29,14 +29,13 @@ from ..measuring.agreement import OwnText, continued, is_approximate
 from ..measuring.agreement import own_text as own_text_kept
 from ..passes.drafting.draft_vocabulary import chosen_by
 from ..passes.drafting.trained import trained_on
-from ..runtime.generation import generate
 from . import checkpoint
 from .budget import Budget, check_loss, rate_factor
 from .net import Net, check_chains, chosen, trainable, trained_parts
 from .objectives.base import Batch, Loss, objective_of
 from .processes import Processes
 from .teacher_cache import CHOSEN, FOLDER, CachedWindows, Kept, Teacher, TeacherCache
-from .texts import Author
+from .texts import Author, undrafted
 
 if TYPE_CHECKING:
     from ..model import Model
@@ -239,9 +238,9 @@ class _Fit:
     def _documents(self, data: Prompts | torch.Tensor | None) -> list[list[int]]:
         if data is not None:
             return read_corpus(data, self.model.program)
-        info, plan = self.writer.program.info, self.writer.program.plan.undrafted()
+        info = self.writer.program.info
         starts = torch.full((16, 1), info.bos if info.bos is not None else 0)
-        write = partial(generate, Planned(self.writer.executable, plan))
+        write = partial(undrafted, self.writer)
         made = own_text(write, starts, min(256, info.context), 1.0, self.options.seed)
         return made.tolist()
 

@@ -8,7 +8,7 @@ Scratch by Prompting Aligned LLMs with Nothing", 2024), which it answers as it c
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -57,7 +57,8 @@ class Author:
         if own > talks:
             # Prompts of various lengths, so that heads are trained at all positions.
             prompts = windows[: own - talks, : max(1, width // 8 * (2 + number % 4))]
-            parts.insert(0, own_text(self._generate, prompts, width, self.temperature, seed))
+            write = partial(undrafted, self.model)
+            parts.insert(0, own_text(write, prompts, width, self.temperature, seed))
             firsts.insert(0, torch.full((own - talks,), prompts.shape[1] - 1))
         if talks:
             tokens, starts = self._conversations(talks, width, seed)
@@ -83,8 +84,12 @@ class Author:
         """Questions and answers, cut to the width; and where each question ends."""
         ends = set(self.model.program.info.eos)
         openings = torch.tensor([self.opening] * count)
-        asked = self._generate(
-            openings, max_new_tokens=max(1, min(ASKED, width // 4)), seed=seed, **drawn_at(1.0)
+        asked = undrafted(
+            self.model,
+            openings,
+            max_new_tokens=max(1, min(ASKED, width // 4)),
+            seed=seed,
+            **drawn_at(1.0),
         )
         prompts = []
         for row in asked[:, len(self.opening) :].tolist():
@@ -99,7 +104,8 @@ class Author:
         for row, prompt in enumerate(prompts):
             ids[row, longest - len(prompt) :] = torch.tensor(prompt)
             mask[row, longest - len(prompt) :] = 1
-        written = self._generate(
+        written = undrafted(
+            self.model,
             ids,
             attention_mask=mask,
             max_new_tokens=width - shortest,
@@ -111,6 +117,8 @@ class Author:
         starts = torch.tensor([len(prompt) - 1 for prompt in prompts])
         return torch.stack([row[:width] for row in rows]), starts
 
-    def _generate(self, prompts: torch.Tensor, **options: Any) -> torch.Tensor:
-        plain = Planned(self.model.executable, self.model.program.plan.undrafted())
-        return cast(torch.Tensor, generate(plain, prompts, pad_token_id=0, **options))
+
+def undrafted(model: Model, prompts: torch.Tensor, **options: Any) -> torch.Tensor:
+    """What a model makes of prompts i64[N,P] without drafts."""
+    plain = Planned(model.executable, model.program.plan.undrafted())
+    return cast(torch.Tensor, generate(plain, prompts, pad_token_id=0, **options))
