@@ -3,8 +3,9 @@
 What it builds, as IR (D of V tokens)::
 
     %i: i64[B,S,K] = %places + embedding(@d2t, %places)     # ids of the target's vocabulary
-    %l: f32[B,S,V] = index_select(%logits, -1, @places)     # a column for every target token
-    %l: f32[B,S,V] = masked_fill(%l, @absent, -30000)       # which are improbable where it has none
+    %n: f32[B,S,V] = full_like(slice(%logits, -1, 0, 1), 0) + @absent   # all improbable, and
+    %r: i64[B,S,D] = full_like(%logits, 0) + @ids
+    %l: f32[B,S,V] = scatter(%n, -1, %r, %logits)           # what it knows as it says
 
 So everything outside the function, samplers and verifiers included, sees the target's vocabulary:
 a token that the draft does not know has probability zero in it, and is never proposed (Li et al.,
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx
 
-from ...ir import Function, PassError, Program, TensorType, Weight, derivation, derive
+from ...ir import Function, PassError, Program, TensorType, Weight, derivation, derive, type_of
 from ...ir.rewrite.cleanup import sweep
 from .trained import TrainedWeights
 
@@ -29,9 +30,9 @@ A = torch.ops.aten
 ABSENT = -30000.0
 """The logit of a token that a draft does not know: finite, and exp of it is 0 in every dtype."""
 
-OFFSETS, MISSING = ".d2t", ".absent"
+OFFSETS, IDS = ".d2t", ".ids"
 """Ends of names of weights: the distance of each token's id to its row in a draft's head, as
-published drafts have it, and which tokens have none."""
+published drafts have it, and the ids."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class DraftVocabulary:
     def rows(self) -> Weight:
         """i64[D], the ids."""
         offsets = self.offsets
-        return derive(f"{self.name}.ids", offsets.type, draft_ids, offsets)
+        return derive(f"{self.name}{IDS}", offsets.type, draft_ids, offsets)
 
     def widened(
         self,
@@ -77,12 +78,15 @@ class DraftVocabulary:
         offset = fn.call(A.embedding.default, table, found["draft_tokens"])
         offset = fn.call(A.squeeze.dim, offset, -1)
         tokens = fn.call(A.add.Tensor, found["draft_tokens"], offset)
-        type = TensorType(torch.int64, (vocab,))
-        columns = derive(f"{name}.places", type, draft_places, rows, vocab=vocab)
-        type = TensorType(torch.bool, (vocab,))
-        missing = derive(f"{name}{MISSING}", type, draft_absent, rows, vocab=vocab)
-        spread = fn.call(A.index_select.default, found["draft_logits"], -1, constant(columns))
-        whole = fn.call(A.masked_fill.Scalar, spread, constant(missing), ABSENT)
+        logits = found["draft_logits"]
+        type = TensorType(type_of(logits).dtype, (vocab,))
+        absent = derive(f"{name}.absent", type, draft_absent, rows, vocab=vocab, dtype=type.dtype)
+        nothing = fn.call(A.slice.Tensor, logits, -1, 0, 1)
+        nothing = fn.call(A.full_like.default, nothing, 0)
+        base = fn.call(A.add.Tensor, nothing, constant(absent))
+        index = fn.call(A.full_like.default, logits, 0, dtype=torch.int64)
+        index = fn.call(A.add.Tensor, index, constant(rows))
+        whole = fn.call(A.scatter.src, base, -1, index, logits)
         return {**found, "draft_logits": whole, "draft_tokens": tokens}
 
 
@@ -119,21 +123,18 @@ def _trained_ids(trained: TrainedWeights, vocab: int, name: str) -> torch.Tensor
 def narrow(program: Program, function: str) -> tuple[Function, torch.Tensor] | None:
     """A draft function that returns logits of the tokens that it knows alone, and their ids i64[D];
     None for one that knows all, or returns no logits."""
-    fn = program.function(function)
-    logits = fn.outputs.get("draft_logits")
-    if logits is None or logits.target is not A.masked_fill.Scalar:
+    logits = program.function(function).outputs.get("draft_logits")
+    if logits is None or logits.target is not A.scatter.src:
         return None
-    fn = fn.copy()
-    spread, missing, _ = fn.outputs["draft_logits"].args
-    assert isinstance(spread, torch.fx.Node) and isinstance(missing, torch.fx.Node)
-    name = str(missing.target)
-    if not name.endswith(MISSING):
+    fn = program.function(function).copy()
+    _, _, index, found = fn.outputs["draft_logits"].args
+    assert isinstance(index, torch.fx.Node) and isinstance(found, torch.fx.Node)
+    rows = index.all_input_nodes[-1]
+    if not str(rows.target).endswith(IDS):
         return None
-    found = spread.args[0]
-    assert isinstance(found, torch.fx.Node)
     fn.set_outputs({**fn.outputs, "draft_logits": found})
     sweep(fn)
-    return fn, draft_ids(program.weights[name.removesuffix(MISSING) + OFFSETS].load())
+    return fn, program.weights[str(rows.target)].load()
 
 
 def chosen_by(program: Program, counts: torch.Tensor) -> Program:
@@ -156,13 +157,6 @@ def draft_ids(offsets: torch.Tensor) -> torch.Tensor:
 
 
 @derivation
-def draft_places(ids: torch.Tensor, *, vocab: int) -> torch.Tensor:
-    """Where each token of the vocabulary stands among ids i64[D]; 0 for those that do not."""
-    places = torch.zeros(vocab, dtype=torch.int64)
-    return places.index_copy(0, ids, torch.arange(len(ids)))
-
-
-@derivation
-def draft_absent(ids: torch.Tensor, *, vocab: int) -> torch.Tensor:
-    """Which tokens of the vocabulary are not among ids i64[D]."""
-    return torch.ones(vocab, dtype=torch.bool).index_fill(0, ids, False)
+def draft_absent(ids: torch.Tensor, *, vocab: int, dtype: torch.dtype) -> torch.Tensor:
+    """Logits of what a draft does not know: `ABSENT`, and 0 for tokens of ids i64[D]."""
+    return torch.full((vocab,), ABSENT, dtype=dtype).index_fill(0, ids, 0.0)
