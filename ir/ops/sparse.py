@@ -58,7 +58,8 @@ def _top_samples() -> Iterator[Sample]:
 
 
 @op(
-    "q: BHTD, k: BGCD, mask: bool B1TC, R = picks, H % R, R % G, rows >= 1, N = rows -> i64 BRTN",
+    "q: BHTD, k: BGCD, mask: bool B1TC, R = picks, H >= 1, H % R, R % G, rows >= 1, "
+    "N = rows -> i64 BRTN",
     samples=_top_samples,
     native=Native("BHGRTCDN", cast="q k"),
 )
@@ -100,7 +101,7 @@ def _check_labels(given: Operands, bits: int) -> None:
 
 @op(
     "q: BHTD, K = D * bits // 8, codes: u8 BGCK, S = 2, steps: f32 BGCS, mask: bool B1TC, "
-    "R = picks, H % R, R % G, rows >= 1, N = rows -> i64 BRTN",
+    "R = picks, H >= 1, H % R, R % G, rows >= 1, N = rows -> i64 BRTN",
     samples=_labelled_samples,
     also=_check_labels,
     native=Native("BHGRTCDKN", cast="q"),
