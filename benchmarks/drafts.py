@@ -27,20 +27,10 @@ from typing import Any
 
 import torch
 from real import prompts_of, rounded, write
+from systems import BITS, over
 
 import graftwork as gw
 from graftwork.backends import Target
-from graftwork.choosing import joined
-from graftwork.recipe import Recipe
-
-BITS = {"float32": "baseline", "int8": "int8", "int4": "int4"}
-"""Recipes whose passes that `baseline` lacks a drafting recipe is given, by what weights have."""
-
-
-def over(name: str, bits: str, settings: list[str]) -> Recipe:
-    """A recipe's passes, and those that leave weights so many bits."""
-    own = [s.partition(".")[2] for s in settings if s.startswith(f"{name}.")]
-    return joined(Recipe.load(name).with_options(own), Recipe.load(BITS[bits]))
 
 
 def measured(

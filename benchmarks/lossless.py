@@ -3,14 +3,19 @@
     python benchmarks/lossless.py MODEL --prompts FILE.jsonl --recipes copyspec,recycling
         [--targets eager:cpu:float32,torch:cpu:float32,onnxruntime:cpu:float32] [--batches 1,4]
         [--count 24] [--tokens 128] [--set medusa.draft_medusa.weights=FOLDER] [--json FILE.jsonl]
-        [--reference int4] [--data TEXT]
+        [--reference int4 | --bits float32,int8,int4] [--data TEXT] [--whole]
 
 MODEL is a checkpoint folder; prompts are lines with a field ``ids``. transformers' greedy texts,
 made in float32 one prompt at a time, are the measure; each recipe runs on each target, alone and in
 batches of prompts as they come, so that their lengths and what is accepted differ. tokens/step
 counts the token that the target adds itself. With --reference the measure is what that recipe says
 on the same target, one prompt at a time: drafts must not change what an approximate model says.
-With --data passes that learn from text have some.
+With --bits each recipe's passes run over weights of each of these, and the measure is plain
+decoding over them. ``--recipes lossless`` are all that promise texts of the model. With --data
+passes that learn from text have some; --whole drafts at every step, also where that does not pay.
+A line of --prompts may have ids under the name of the model's folder.
+
+A recipe that refuses the model, or needs what it was not given, has a row that says so.
 
 With --json each row is written as soon as it is known, and rows that the file holds already are not
 run again: a long proof can be interrupted. The exit status is 1 if any text differs.
@@ -24,7 +29,9 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,58 +39,92 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from systems import (
+    BITS,
     Batch,
     System,
     add_arguments,
-    optimized,
+    optimized_model,
+    over,
     read_prompts,
+    running,
+    steady,
     transformers_eager,
     with_settings,
 )
 
+import graftwork as gw
+from graftwork.ir import GraftworkError
+from graftwork.recipe import recipes
+
 Row = dict[str, Any]
+Key = tuple[str, str, str, int]
+KEY = ("recipe", "target", "bits", "batch")
+"""What a row is known by."""
+
+ALL = "lossless"
+"""Names all recipes of this contract."""
 
 
 def known(path: Path | None) -> list[Row]:
     """The rows that a file holds."""
     if path is None or not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [{"bits": "", **json.loads(line)} for line in path.read_text().splitlines()]
 
 
-def measure(args: argparse.Namespace, target: str, prompts: Batch) -> list[list[int]]:
-    """The texts that others are compared with: the reference's on a target, or transformers'."""
-    if args.reference:
-        recipe = with_settings(args.reference, args.set)
-        system = optimized(args.model, recipe, target, args.threads, args.data)
+def chosen(names: str) -> list[str]:
+    """The recipes that are named, or all lossless ones."""
+    if names != ALL:
+        return names.split(",")
+    return [recipe.name for recipe in recipes() if recipe.contract == ALL]
+
+
+def built(args: argparse.Namespace, name: str, target: str, bits: str) -> gw.Model:
+    """A recipe's model on a target. bits: of weights; "": as the recipe has them."""
+    recipe = over(name, bits, args.set) if bits else with_settings(name, args.set)
+    model = optimized_model(args.model, recipe, target, args.threads, args.data)
+    return steady(model) if args.whole else model
+
+
+def measure(args: argparse.Namespace, target: str, bits: str, prompts: Batch) -> list[list[int]]:
+    """The texts that others are compared with: plain decoding's over weights of so many bits, the
+    reference's on a target, or transformers'."""
+    if bits or args.reference:
+        system = running(built(args, args.reference or BITS[bits], target, ""))
     else:
         system = transformers_eager(args.model)
     return [system([prompt], args.tokens)[0][0] for prompt in prompts]
 
 
-def prove(
-    args: argparse.Namespace,
-    system: System,
-    wanted: Sequence[list[int]],
-    prompts: Batch,
-    key: tuple[str, str, int],
+def proved(
+    args: argparse.Namespace, wanted: Sequence[list[int]], prompts: Batch, keys: Sequence[Key]
+) -> Iterator[Row]:
+    """One recipe on one target, in batches of each size, next to the `wanted` texts."""
+    system = None
+    for key in keys:
+        row: Row = {**dict(zip(KEY, key, strict=True)), "prompts": len(prompts)}
+        row |= {"new_tokens": args.tokens, "whole": args.whole}
+        try:
+            system = system or running(built(args, *key[:3]))
+        except GraftworkError as error:
+            yield row | {"none": str(error)}
+            continue
+        yield row | compared(system, wanted, prompts, key[3], args.tokens)
+
+
+def compared(
+    system: System, wanted: Sequence[list[int]], prompts: Batch, size: int, tokens: int
 ) -> Row:
-    """One recipe on one target in batches of one size, next to the `wanted` texts."""
-    name, target, size = key
+    """How many texts are the same in batches of `size` prompts, and how they came to be."""
     batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
     begun = time.perf_counter()
     texts: list[list[int]] = []
     accepted = []
     for batch in batches:
-        new, _, figures = system(batch, args.tokens)
+        new, _, figures = system(batch, tokens)
         texts += new
         accepted.append(figures["accepted_per_step"])
     return {
-        "recipe": name,
-        "target": target,
-        "batch": size,
-        "prompts": len(prompts),
-        "new_tokens": args.tokens,
         "same": sum(a == b for a, b in zip(wanted, texts, strict=True)),
         # Tokens over steps: every sequence decodes as many tokens.
         "tokens_per_step": statistics.harmonic_mean(accepted, list(map(len, batches))),
@@ -91,24 +132,35 @@ def prove(
     }
 
 
+def said(row: Row) -> str:
+    """What a row's cell shows."""
+    if "none" in row:
+        return "refused"
+    return f"{row['same']}/{row['prompts']} ({row['tokens_per_step']:.2f})"
+
+
+def told(row: Row) -> str:
+    """A row as a line."""
+    place = f"{row['recipe']} on {row['target']}{row['bits'] and ' over ' + row['bits']}"
+    if "none" in row:
+        return f"{place}: refused: {row['none']}"
+    return (
+        f"{place}, batch {row['batch']}: {row['same']}/{row['prompts']} the same, "
+        f"{row['tokens_per_step']:.2f} tokens/step, {row['seconds']:.0f} s"
+    )
+
+
 def table(rows: Sequence[Row], title: str) -> Table:
     """A line a recipe, a column a target and batch size: equal texts, and tokens a step."""
-    places = list(dict.fromkeys((row["target"], row["batch"]) for row in rows))
+    of = itemgetter(*KEY[1:])
+    places = list(dict.fromkeys(map(of, rows)))
     shown = Table(title=title, box=None, title_justify="left", pad_edge=False)
     shown.add_column("recipe", no_wrap=True)
-    for target, size in places:
-        shown.add_column(f"{target}, batch {size}", justify="right")
+    for target, bits, size in places:
+        shown.add_column(f"{target}{bits and ' ' + bits}, batch {size}", justify="right")
     for name in dict.fromkeys(row["recipe"] for row in rows):
-        cells = {(row["target"], row["batch"]): row for row in rows if row["recipe"] == name}
-        shown.add_row(
-            name,
-            *(
-                f"{cell['same']}/{cell['prompts']} ({cell['tokens_per_step']:.2f})"
-                if (cell := cells.get(place))
-                else ""
-                for place in places
-            ),
-        )
+        cells = {of(row): said(row) for row in rows if row["recipe"] == name}
+        shown.add_row(name, *(cells.get(place, "") for place in places))
     return shown
 
 
@@ -120,9 +172,12 @@ def main() -> None:
     parser.add_argument("--batches", default="1,4", help="numbers of prompts at a time")
     parser.add_argument("--json", type=Path, help="append a line a row; skip those it holds")
     parser.add_argument("--reference", help="the recipe whose texts are the measure")
+    parser.add_argument("--bits", default="", help="of weights, by commas: float32, int8, int4")
+    parser.add_argument("--whole", action="store_true", help="draft at every step")
     parser.add_argument("--data", type=Path, help="text for passes that learn from some")
     args = parser.parse_args()
-    for name in args.recipes.split(","):
+    names = chosen(args.recipes)
+    for name in names:
         approximate = with_settings(name, args.set).contract == "approximate"
         if approximate and not args.reference:
             parser.error(
@@ -131,44 +186,30 @@ def main() -> None:
             )
     torch.set_num_threads(args.threads)
     vocab = json.loads((args.model / "config.json").read_text())["vocab_size"]
-    prompts = read_prompts(args.prompts, args.count, args.length, vocab)
+    prompts = read_prompts(args.prompts, args.count, args.length, vocab, args.model.name)
     rows = known(args.json)
-    done = {(row["recipe"], row["target"], row["batch"]) for row in rows}
-    keys = [
-        (name, target, int(size))
-        for name in args.recipes.split(",")
-        for target in args.targets.split(",")
-        for size in args.batches.split(",")
-    ]
-    wanted: dict[str, list[list[int]]] = {}
-    made: tuple[tuple[str, str], System] | None = None
-    for key in (key for key in keys if key not in done):
-        target = key[1] if args.reference else ""
-        if target not in wanted:
-            wanted[target] = measure(args, target, prompts)
-        if made is None or made[0] != key[:2]:
-            made = None  # two programs at a time would take twice the memory
-            gc.collect()
-            recipe = with_settings(key[0], args.set)
-            made = key[:2], optimized(args.model, recipe, key[1], args.threads, args.data)
-        row = prove(args, made[1], wanted[target], prompts, key)
-        rows.append(row)
-        print(
-            f"{row['recipe']} on {row['target']}, batch {row['batch']}: {row['same']}/"
-            f"{row['prompts']} the same, {row['tokens_per_step']:.2f} tokens/step, "
-            f"{row['seconds']:.0f} s",
-            file=sys.stderr,
-        )
-        if args.json:
-            with args.json.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-    whose = args.reference or "transformers"
+    done = {tuple(row[name] for name in KEY) for row in rows}
+    for bits, target in product(args.bits.split(","), args.targets.split(",")):
+        wanted: list[list[int]] = []
+        for name in names:
+            keys = [(name, target, bits, int(size)) for size in args.batches.split(",")]
+            keys = [key for key in keys if key not in done]
+            if keys and not wanted:
+                wanted = measure(args, target, bits, prompts)
+            for row in proved(args, wanted, prompts, keys):
+                rows.append(row)
+                print(told(row), file=sys.stderr)
+                if args.json:
+                    with args.json.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+            gc.collect()  # two programs at a time would take twice the memory
+    whose = args.reference or ("plain decoding" if args.bits else "transformers")
     title = f"{args.model.name}: texts equal to {whose}'s (tokens a step)"
     console = Console()
     # What is piped somewhere shall not be cut to a terminal's width.
     console.width = max(console.width, 0 if console.is_terminal else 160)
     console.print(table(rows, title))
-    sys.exit(any(row["same"] < row["prompts"] for row in rows))
+    sys.exit(any(row["same"] < row["prompts"] for row in rows if "none" not in row))
 
 
 if __name__ == "__main__":

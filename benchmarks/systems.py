@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 
 import graftwork as gw
 from graftwork.backends import Target
+from graftwork.choosing import joined
 from graftwork.recipe import Recipe
 
 Batch = Sequence[Sequence[int]]
@@ -117,6 +118,15 @@ def add_arguments(parser: argparse.ArgumentParser, targets: str) -> None:
     )
 
 
+BITS = {"float32": "baseline", "int8": "int8", "int4": "int4"}
+"""Recipes whose passes that `baseline` lacks a drafting recipe is given, by what weights have."""
+
+
+def over(name: str, bits: str, settings: Sequence[str]) -> Recipe:
+    """A recipe's passes, and those that leave weights so many bits."""
+    return joined(with_settings(name, settings), Recipe.load(BITS[bits]))
+
+
 def with_settings(name: str, settings: Sequence[str]) -> Recipe:
     """A recipe with those of the ``recipe.pass.option=value`` settings that name it."""
     mine = [rest for owner, _, rest in (s.partition(".") for s in settings) if owner == name]
@@ -135,6 +145,14 @@ def optimized(
 ) -> System:
     """One of our recipes on one target, as what continues prompts."""
     return running(optimized_model(folder, recipe, target, threads, data))
+
+
+def steady(model: gw.Model) -> gw.Model:
+    """A model whose drafts are whole, whatever steps take."""
+    plan = model.program.plan
+    return replace(
+        model, program=model.program.replace(plan=replace(plan, length=plan.length.steady))
+    )
 
 
 def running(model: gw.Model) -> System:
