@@ -51,6 +51,7 @@ DRAFTERS = [
     DraftHydra(bias=True, **KNOWS),
     DraftHydra(prefix=True, **KNOWS),
     DraftEagle(**KNOWS),
+    DraftEagle(sampled=True, apart=True, **KNOWS),
     DraftEagle3(**KNOWS),
     DraftClover(**KNOWS),
     DraftGumiho(**KNOWS),

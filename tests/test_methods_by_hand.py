@@ -16,6 +16,7 @@ from tiny import drafting_llama, named, tiny_llama
 
 from graftwork.ir import PassError, Program, run
 from graftwork.measuring.tables import recipe_markdown, recipe_panel
+from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_mlp_speculator import DraftMlpSpeculator
 from graftwork.passes.drafting.draft_redrafter import DraftRedrafter
 from graftwork.passes.drafting.jakiro import AheadDraft
@@ -26,6 +27,7 @@ from graftwork.recipe import Recipe
 from graftwork.report import render
 from graftwork.training.net import Net, trainable
 from graftwork.training.objectives.base import Batch
+from graftwork.training.objectives.eagle import cached_loss, noisy
 
 H, V = 32, 32
 Tensors = dict[str, torch.Tensor]
@@ -262,6 +264,64 @@ def test_both_states_learn_the_features_and_tokens_of_their_places(tmp_path: Pat
     assert len(loss.hits) == 2
 
 
+def test_a_token_samples_a_feature_and_two_states_leave_the_layer(tmp_path: Path) -> None:
+    """FSPAD's equations: z = fc([e; h]), x = z + down(silu(gate e) * up norm(z)); after attention
+    the MLP's halves make what the head reads, and the feature of the next level."""
+    options: dict[str, Any] = {"sampled": True, "apart": True, "inner": 6}
+    w = random_weights(DraftEagle, **options)
+    layer, fc = "eagle.layers.0", "eagle.fc"
+    assert w[f"{layer}.mlp.down_proj.weight"].shape == (2 * H, 6)
+    gains = [f"{fc}.post_attention_layernorm.weight", f"{layer}.post_attention_layernorm.weight"]
+    w |= {gain: 1 + torch.randn(H) / 2 for gain in gains}
+    program = reading(DraftEagle, tmp_path, w, lambda name: name.removeprefix("eagle."), **options)
+    batch = torch.tensor([[token] for token in range(V)])
+    hidden, zeros = torch.randn(V, 1, H), torch.zeros(V, 1, dtype=torch.int64)
+    given = {"tokens": batch, "positions": zeros, "hidden": hidden, "select": zeros}
+    found = run(program, "eagle", given)
+
+    def normed(x: torch.Tensor, gain: str) -> torch.Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * w[gain]
+
+    e = embedded(program, batch)
+    z = torch.cat([e, hidden], -1) @ w[f"{fc}.fc.weight"].T + w[f"{fc}.fc.bias"]
+    gate = torch.nn.functional.silu(e @ w[f"{fc}.mlp.gate_proj.weight"].T)
+    up = normed(z, gains[0]) @ w[f"{fc}.mlp.up_proj.weight"].T
+    x = z + (gate * up) @ w[f"{fc}.mlp.down_proj.weight"].T
+    value = x @ w[f"{layer}.self_attn.v_proj.weight"].T
+    shared = value.reshape(V, 1, 2, 1, 8).expand(V, 1, 2, 2, 8).reshape(V, 1, H)
+    x = x + shared @ w[f"{layer}.self_attn.o_proj.weight"].T
+    both = gated(normed(x, gains[1]), w, f"{layer}.mlp")
+    read, feature = x + both[..., :H], x + both[..., H:]
+    torch.testing.assert_close(found["hidden"], feature, atol=1e-4, rtol=1e-4)
+    wanted = read @ program.weights["head"].load().T
+    torch.testing.assert_close(found["draft_logits"], wanted, atol=1e-3, rtol=1e-4)
+
+
+def test_features_and_tokens_are_learned_of_states_apart(tmp_path: Path) -> None:
+    """Partial alignment: SmoothL1 of the one state, 0.1 times the cross entropy of the other."""
+    made = drafting_llama(DraftEagle(sampled=True, apart=True), named("tree_chain", depth=2))
+    record, net = made.plan.draft, Net(made, [], torch.device("cpu"))
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    outputs = net.outputs("step", ("logits", "hidden.normed"), {"tokens": tokens})
+    features = outputs["hidden.normed"]
+    batch = Batch(tokens, {"hidden.normed": features}, outputs["logits"])
+    loss = cached_loss(record, net.run, batch)  # type: ignore[arg-type]
+    given = noisy(features[:, :-1], tokens)
+    said = net.run("eagle", tokens=tokens[:, 1:], hidden=given)
+    near = torch.nn.functional.smooth_l1_loss(said["hidden"], features[:, 1:])
+    chances = said["draft_logits"].log_softmax(-1)
+    entropy = -(batch.teacher[:, 1:] * chances).sum(-1).mean()
+    torch.testing.assert_close(loss.total, near + 0.1 * entropy, atol=1e-5, rtol=1e-5)
+    head = made.weights["head"].load()
+    assert not torch.allclose(said["hidden"] @ head.T, said["draft_logits"], atol=1e-2)
+
+
+def test_states_apart_need_an_mlp() -> None:
+    for option in ("sampled", "apart"):
+        with pytest.raises(PassError, match="inner=0 leaves no MLP"):
+            DraftEagle(inner=0, **{option: True}).run(tiny_llama())
+
+
 # -- what training asks for
 
 
@@ -280,7 +340,7 @@ def test_aims_by_hand() -> None:
 
 PAPERS = {
     "distribution": """clover gumiho ppd jakiro kangaroo hydra_plus_plus eagle eagle2 eagle3
-        eagle_chain""",
+        eagle_chain fspad""",
     "text": """layerskip eesd amphista redrafter mlp_speculator s3d medusa hydra blockwise dflash
         pard p_eagle mtp""",
 }
@@ -300,7 +360,7 @@ def test_recipes_train_for_what_their_papers_do(name: str, aim: str) -> None:
 
 def test_trees_are_as_deep_as_their_papers() -> None:
     """EAGLE-2 draws six levels, EAGLE-3 eight, Gumiho two and five of heads."""
-    for name, levels in {"eagle2": 6, "eagle3": 8, "gumiho": 7, "jakiro": 6}.items():
+    for name, levels in {"eagle2": 6, "fspad": 6, "eagle3": 8, "gumiho": 7, "jakiro": 6}.items():
         passes = [step.pass_ for step in Recipe.load(name).steps]
         (drafter,) = (pass_ for pass_ in passes if pass_.name.startswith("draft_"))
         (tree,) = (pass_ for pass_ in passes if pass_.name == "tree_best_first")

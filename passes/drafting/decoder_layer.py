@@ -176,12 +176,21 @@ def attention(
     return graft.call(A.reshape.default, y, [B, T, shape.heads * shape.dim])
 
 
-def gated_mlp(graft: Graft, x: torch.fx.Node, name: str, inner: int) -> torch.fx.Node:
-    """down(silu(gate(x)) * up(x))."""
-    gate = graft.linear(x, f"{name}.gate_proj", inner, bias=False)
+def gated_mlp(
+    graft: Graft,
+    x: torch.fx.Node,
+    name: str,
+    inner: int,
+    *,
+    by: torch.fx.Node | None = None,
+    outputs: int | None = None,
+) -> torch.fx.Node:
+    """down(silu(gate(by)) * up(x)), with as many channels as x unless said; by: x itself if not
+    given."""
+    gate = graft.linear(x if by is None else by, f"{name}.gate_proj", inner, bias=False)
     up = graft.linear(x, f"{name}.up_proj", inner, bias=False)
     y = graft.call(G.glu.default, gate, up, activation="silu")
-    return graft.linear(y, f"{name}.down_proj", _size(x, -1), bias=False)
+    return graft.linear(y, f"{name}.down_proj", outputs or _size(x, -1), bias=False)
 
 
 def next_layer(graft: Graft) -> int:

@@ -1,0 +1,95 @@
+"""Trained drafters as recipes make them: text, samples, training, artifacts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from selection import mostly_long, one_in
+from test_front_door import ROOT
+from test_runtime_sampling import assert_distributed, texts_drawn
+from test_training import taught
+from tiny import named
+from whole_drafters import EAGER, LENGTH, SAID, Case, assert_own_text, sampled_from
+
+import graftwork as gw
+from graftwork.backends import compile
+from graftwork.passes.drafting.draft_eagle import DraftEagle
+from graftwork.training import FitState, fit
+from graftwork.training.fit import accepted_per_step
+
+BEST = named("tree_best_first", nodes=9, depth=3, width=3)
+CASES = {
+    "fspad": Case((DraftEagle(levels=3, sampled=True, apart=True),), BEST, "fspad"),
+}
+BACKENDS = ["eager", "onnxruntime:cpu:float32", "torch:cpu:float32"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"), [*one_in(2, ((b, n) for b in BACKENDS[:2] for n in CASES))]
+)
+def test_text_is_the_targets_own(backend: str, name: str) -> None:
+    assert_own_text(CASES[name], backend)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_text_is_the_targets_own(name: str) -> None:
+    assert_own_text(CASES[name], BACKENDS[2])
+
+
+@pytest.mark.parametrize("name", mostly_long(CASES, keep=()))
+def test_text_of_an_int8_target_is_its_own(name: str) -> None:
+    for backend in BACKENDS[:2]:
+        assert_own_text(CASES[name], backend, int8=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_samples_follow_the_targets_distribution(name: str) -> None:
+    program, chances = sampled_from(CASES[name])
+    drawn, accepted, drafted = texts_drawn(
+        compile(program, EAGER), SAID, LENGTH, (200, 3), {"eos_token_id": []}
+    )
+    assert_distributed(drawn, chances)
+    # The test says something about drafts only if some are kept and some are not.
+    assert 0.05 < accepted / drafted < 0.95
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_makes_every_level_right_more_often(name: str, tmp_path: Path) -> None:
+    model = CASES[name].model()
+    fitted, before = taught(model, tmp_path, 60)
+    assert len(fitted.hits) == len(before)
+    assert all(late > 0.1 + early for late, early in zip(fitted.hits, before, strict=True))
+    changed = {
+        name
+        for name, weight in fitted.model.program.weights.items()
+        if not torch.equal(weight.load(), model.program.weights[name].load())
+    }
+    assert changed and not changed & model.program.step.weights  # the target stays
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+def test_training_pays_on_the_bundled_model(name: str, tmp_path: Path) -> None:
+    """The loss falls, more is accepted than by the untrained drafter, and an artifact keeps it."""
+    source, recipe = ROOT / "graftwork" / "demo_model", gw.Recipe.load(CASES[name].recipe)
+    model = gw.optimize(source, recipe, target="eager:cpu:float32")
+    losses: list[float] = []
+
+    def note(state: FitState) -> None:
+        losses.extend([state.loss] if state.hits else [])
+
+    options = {"steps": 60, "batch": 4, "window": 96, "own": 0.5, "rate": 1e-3}
+    fitted = fit(model, None, out=tmp_path / "heads", progress=note, **options)
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+    lines = (source / "prompts.jsonl").read_text().splitlines()[:4]
+    rows = [model.tokenizer.encode(json.loads(line)["text"]).ids for line in lines]
+    assert accepted_per_step(fitted.model, rows) > 0.1 + accepted_per_step(model, rows)
+    fitted.model.save(tmp_path / "artifact")
+    again = gw.load(tmp_path / "artifact", target="eager:cpu:float32")
+    ids = torch.tensor([rows[0][:12]])
+    wanted = fitted.model.generate(ids, max_new_tokens=24)
+    assert torch.equal(again.generate(ids, max_new_tokens=24), wanted)

@@ -1,0 +1,73 @@
+"""What every trained drafter must show, whatever its parts: see `test_whole_drafters`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from test_runtime_cached import CHAIN, PROMPTS, decode, plainly
+from tiny import in_int8, tiny_llama
+
+from graftwork.backends import compile
+from graftwork.backends.target import Target
+from graftwork.ir import Program, run
+from graftwork.model import Model
+from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.engine.base import Pass
+from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.stepping.accept_trees import AcceptTrees
+from graftwork.passes.stepping.add_argmax import AddArgmax
+from graftwork.passes.stepping.pick_logits import PickLogits
+
+EAGER = Target("eager", "cpu")
+SAID, LENGTH = [0, 1, 2, 0], 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A drafter's passes, and a tree that is worth drawing; recipe: the bundled one."""
+
+    passes: tuple[Pass, ...]
+    tree: Pass
+    recipe: str
+
+    def program(self, *more: Pass, tree: Pass | None = None, start: Program | None = None) -> Any:
+        """A tiny model that drafts so, as recipes make it. tree: another one."""
+        last = (InsertKvCache(), AcceptTrees(), PickLogits(), AddArgmax(), tree or self.tree)
+        steps = [Step(each) for each in (*self.passes, *more, *last)]
+        return run_passes(start or tiny_llama(4), steps)[0]
+
+    def model(self) -> Model:
+        """One that drafts chains."""
+        return Model(self.program(tree=CHAIN), EAGER, {"name": "test"})
+
+
+def assert_own_text(case: Case, target: str, *, int8: bool = False) -> None:
+    """Greedy decoding gives the target's own text, alone and in a ragged batch, and it drafts."""
+    program = case.program(*[in_int8()] * int8)
+    executable = compile(program, Target.parse(target))
+    for prompts in (PROMPTS[:1], PROMPTS):
+        result = decode(executable, prompts, 20)
+        assert torch.equal(result.sequences, plainly(executable, prompts, 20))
+        assert result.stats.draft_tokens > result.stats.sequence_steps
+
+
+def sampled_from(case: Case) -> tuple[Program, dict[tuple[int, ...], float]]:
+    """A program of four tokens that drafts so, and how likely each continuation of `SAID` is."""
+    start = tiny_llama(4, vocab=4)
+    chances: dict[tuple[int, ...], float] = {}
+    for tokens in itertools.product(range(4), repeat=LENGTH):
+        probs = _said(start, [*SAID, *tokens])
+        chance = 1.0
+        for place, token in enumerate(tokens):
+            chance *= float(probs[len(SAID) - 1 + place, token])
+        chances[tokens] = chance
+    return case.program(start=start), chances
+
+
+def _said(program: Program, tokens: Sequence[int]) -> torch.Tensor:
+    given = {"tokens": torch.tensor([tokens]), "positions": torch.arange(len(tokens))[None]}
+    return run(program, "step", given)["logits"][0].softmax(-1)
