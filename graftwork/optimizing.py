@@ -24,12 +24,13 @@ from .data.calibration import (
 )
 from .data.corpus import read_corpus
 from .data.cost import cost_of, why_not
-from .data.knob import TOLERANCE, check_pace, check_tolerance, turned
+from .data.knob import TOLERANCE, NoValueServes, check_pace, check_tolerance, turned
 from .data.prompts import Prompts, check_seed, sample_prompts, validation_batch
 from .frontends.generation import Known, nobody
 from .hub.download import local
 from .ir import GraftworkWarning, InputError, Program
 from .ir.plan.contract import Contract
+from .ir.support.cache_folder import cache_folder
 from .ir.support.files import plain_path
 from .model import Model, as_target
 from .passes.engine.evidence import Evidence, WorkFolder
@@ -40,6 +41,7 @@ from .report import Report, pass_lines, weight_bytes
 from .runtime.asking.options import check_defaults
 from .tracing.draft_models import check_paths, with_draft_models
 from .tracing.kept_programs import (
+    CHOICES,
     Making,
     choice_key,
     program_key,
@@ -49,6 +51,9 @@ from .tracing.kept_programs import (
     write_program,
 )
 from .tracing.traced import Source, Traced
+
+MEASURED_BEFORE = "That was measured before and is kept; to measure it again, delete {folder}"
+"""What a refusal adds that was read from the cache."""
 
 
 def transform(
@@ -197,7 +202,10 @@ def _turned(
     assert recipe.knob is not None
     given = TOLERANCE if tolerance is None else tolerance
     key = None if text is not None else choice_key(model, recipe, target, given)
-    if key is not None and (kept := read_choice(key)) is not None:
+    kept = None if key is None else read_choice(key)
+    if isinstance(kept, str):
+        raise NoValueServes(f"{kept}. {MEASURED_BEFORE.format(folder=cache_folder() / CHOICES)}")
+    if kept is not None:
         made = make(recipe.turned(kept.value))
         made.tell(kept.cost, kept.note)
         return made
@@ -206,7 +214,12 @@ def _turned(
         made = make(replace(recipe, knob=None))
         made.tell(note=f"{recipe.knob.option} was not measured: {reason}")
         return made
-    made, choice = turned(recipe, make, plain, text, given, progress)
+    try:
+        made, choice = turned(recipe, make, plain, text, given, progress)
+    except NoValueServes as refused:
+        if key is not None:
+            write_choice(key, str(refused))
+        raise
     made.tell(choice.cost, choice.note)
     if key is not None:
         write_choice(key, choice)

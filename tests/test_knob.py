@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,6 +71,48 @@ def test_a_text_takes_the_most_that_it_tolerates_and_the_choice_is_kept(
     assert again.report is not None
     assert (again.report.cost, again.report.notes) == (made.report.cost, made.report.notes)
     assert speedup(tried(RECIPE, tolerance=90.0)[0]) == 2.0
+
+
+def test_a_refusal_is_kept_like_a_choice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GRAFTWORK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(kept_programs, "_is_patched", lambda: False)
+    cost = Cost(text="a text", tokens=9, divergence=1.0, ratio=1.2, error=0.01, agreement=0.5)
+    asked: list[float] = []
+
+    def told(made: gw.Model, *given: object, **options: object) -> Cost:
+        asked.append(speedup(made))
+        return cost
+
+    monkeypatch.setattr(knobs, "cost_of", told)
+    recipe = {**RECIPE, "knob": {"skip_layers.speedup": SPEEDUPS[2:]}}
+    with pytest.raises(InputError, match=r"1\.1 is tolerated") as first:
+        tried(recipe, tolerance=0.1)
+    assert asked and "measured before" not in str(first.value)
+    asked.clear()
+    with pytest.raises(InputError, match="measured before and is kept") as again:
+        tried(recipe, tolerance=0.1)
+    assert not asked and str(again.value).startswith(str(first.value))
+    # Other figures, other questions: nothing is taken for what it is not.
+    with pytest.raises(InputError, match=r"1\.15 is tolerated"):
+        tried(recipe, tolerance=0.15)
+    assert asked and speedup(tried(recipe, tolerance=0.3)[0]) == SPEEDUPS[2]
+    # What is too slow is kept as well, and forgotten where the message says.
+    monkeypatch.setattr(knobs, "pace_of", lambda made, plain, rounds=3: 0.8)
+    for words in ("makes this model slower", "measured before"):
+        with pytest.raises(InputError, match=words) as slow:
+            tried(recipe, tolerance=0.25)
+    folder = Path(str(slow.value).rpartition("delete ")[2])
+    assert folder == tmp_path / "cache" / kept_programs.CHOICES and any(folder.iterdir())
+    shutil.rmtree(folder)
+    with pytest.raises(InputError, match="makes this model slower") as slow:
+        tried(recipe, tolerance=0.25)
+    assert "measured before" not in str(slow.value)
+    # A damaged file counts as missing.
+    for path in folder.iterdir():
+        path.write_bytes(path.read_bytes()[:-3] + b"xyz")
+    with pytest.raises(InputError, match="makes this model slower") as slow:
+        tried(recipe, tolerance=0.25)
+    assert "measured before" not in str(slow.value)
 
 
 @pytest.mark.long

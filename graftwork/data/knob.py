@@ -38,6 +38,11 @@ class Decoding(Predicting, Protocol):
 
 M = TypeVar("M", bound=Decoding)
 
+
+class NoValueServes(InputError):
+    """No value of a knob keeps the text and saves time."""
+
+
 TOLERANCE = 0.05
 """How much perplexity may rise, as a share, unless a call says otherwise."""
 READ = TextSample(4, 256)
@@ -64,9 +69,9 @@ def turned(
     standard error, is at most 1 + tolerance of the model's. Values behind one that is good enough
     are taken to be so as well, so few are tried. Returns what was chosen, too.
 
-    text: None: the bundled one. Errors: `InputError` if none is, or if it decodes more slowly than
-    the model, and for a text of less than `SHORTEST` tokens; those of the passes where the last
-    value cannot be made.
+    text: None: the bundled one. Errors: `NoValueServes` if none is, or if it decodes more slowly
+    than the model; `InputError` for a text of less than `SHORTEST` tokens; those of the passes
+    where the last value cannot be made.
     """
     knob = recipe.knob
     assert knob is not None
@@ -100,7 +105,7 @@ def turned(
     if found is None:
         assert least is not None
         value, cost = least
-        raise InputError(
+        raise NoValueServes(
             f"recipe {recipe.name!r} leaves out more than this model can do without: on "
             f"{cost.text}, {knob.option}={value}, the least of its values, has "
             f"{_said(cost)} of the model's perplexity, and {1 + tolerance:g} is tolerated. "
@@ -114,7 +119,7 @@ def turned(
         more = "no value of it costs this text more"
         if least is not None:
             more = f"{knob.option}={least[0]} already has {_said(least[1])}"
-        raise InputError(
+        raise NoValueServes(
             f"recipe {recipe.name!r} makes this model slower: {knob.option}={value}, which leaves "
             f"out the most of what {cost.text} can do without ({_said(cost)} of the model's "
             f"perplexity, {1 + tolerance:g} is tolerated), decodes at {speed:.2f} times the "

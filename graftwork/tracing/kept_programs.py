@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from .. import backends
 from ..backends.target import Target
 from ..frontends import kept_assets
 from ..frontends.generation import Known
@@ -45,6 +46,8 @@ from ..report import Choice, Report
 from .source_files import files_of
 
 PACKAGES = ("torch", "transformers", "safetensors", "pydantic", "gguf")
+CHOICES = "choices"
+"""Folder of what knobs were turned to."""
 MOST_TENSORS = 2**24
 """Maximum bytes of tensors that are in no file, such as position tables; larger programs are not
 cached."""
@@ -84,24 +87,34 @@ def choice_key(model: object, recipe: Recipe, target: Target, tolerance: float) 
     key = None if knob is None else program_key(model, recipe, target.dtype)
     if key is None:
         return None
-    known = (key, knob, str(target), tolerance)
+    # A refusal may be for want of speed.
+    kernels = sources_of(Path(backends.__file__).parent, suffixes=(".py", ".cpp", ".h"))
+    known = (key, knob, str(target), target.threads, tolerance, kernels)
     return hashlib.sha256(repr(known).encode()).hexdigest()
 
 
-def read_choice(key: str) -> Choice | None:
-    """What a knob was turned to; None if it is not cached."""
-    with kept_file("choices", key) as path:
+def read_choice(key: str) -> Choice | str | None:
+    """What a knob was turned to, or why no value serves; None if it is not cached."""
+    with kept_file(CHOICES, key) as path:
         kept = read_kept(path)
+    if kept is None:
+        return None
+    if "refusal" in kept.texts:
+        return kept.texts["refusal"]
     try:
-        return None if kept is None else Choice.model_validate_json(kept.texts["choice"])
+        return Choice.model_validate_json(kept.texts["choice"])
     except (KeyError, ValueError):
         return None
 
 
-def write_choice(key: str, choice: Choice) -> None:
-    """Cache what a knob was turned to if possible."""
-    with contextlib.suppress(GraftworkError, OSError), kept_file("choices", key) as path:
-        write_kept(path, Kept({"choice": choice.model_dump_json()}, {}))
+def write_choice(key: str, choice: Choice | str) -> None:
+    """Cache what a knob was turned to, or why no value serves, if possible."""
+    if isinstance(choice, str):
+        texts = {"refusal": choice}
+    else:
+        texts = {"choice": choice.model_dump_json()}
+    with contextlib.suppress(GraftworkError, OSError), kept_file(CHOICES, key) as path:
+        write_kept(path, Kept(texts, {}))
 
 
 def brings(recipe: Recipe) -> bool:

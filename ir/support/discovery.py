@@ -79,11 +79,11 @@ def brought(group: str) -> Iterator[tuple[str, ModuleType]]:
 
 
 @cache
-def sources_of(*folders: Path) -> str:
-    """A hash of the Python files in folders."""
+def sources_of(*folders: Path, suffixes: tuple[str, ...] = (".py",)) -> str:
+    """A hash of the source files in folders."""
     digest = hashlib.sha256()
     for folder in folders:
-        for path in sorted(folder.rglob("*.py")):
+        for path in sorted(p for p in folder.rglob("*") if p.suffix in suffixes):
             digest.update(path.relative_to(folder).as_posix().encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
