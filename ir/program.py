@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from .function import Function
+from .function import Function, Role
 from .plan import DecodePlan
 from .plan.defaults import Defaults
 from .support.errors import GraftworkError, InputError
@@ -183,6 +183,15 @@ class Program:
         """The states that a function reads."""
         reads = self.function(function).has_input
         return tuple(name for name in self.states if reads(name))
+
+    def shared_with(self, function: str) -> tuple[str, ...]:
+        """The target's states that a function reads which drafts, and does not write."""
+        fn = self.function(function)
+        if fn.role is not Role.DRAFT:
+            return ()
+        read = [name for name in self.states_of(function) if name not in fn.outputs]
+        targets = [other for other in self.functions.values() if other.role is Role.TARGET]
+        return tuple(name for name in read if any(name in other.outputs for other in targets))
 
     def pruned(self) -> Program:
         """A copy without weights that no function or plan record uses."""

@@ -342,7 +342,7 @@ PAPERS = {
     "distribution": """clover gumiho ppd jakiro kangaroo hydra_plus_plus eagle eagle2 eagle3
         eagle_chain fspad""",
     "text": """layerskip eesd amphista redrafter mlp_speculator s3d medusa hydra blockwise dflash
-        pard p_eagle mtp""",
+        pard p_eagle mtp glide""",
 }
 
 

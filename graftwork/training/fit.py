@@ -378,6 +378,7 @@ class _Fit:
     def _loss(self, net: Net, teacher: Teacher, windows: CachedWindows) -> Loss:
         """The sum of all drafters' losses on windows with cached activations."""
         taps = {name: windows.states[name] for name in teacher.taps}
+        run = net.sharing({name: windows.states[name] for name in teacher.shared})
         plan = self.model.program.plan
         firsts, parts = windows.firsts.tolist(), plan.step.parts
         losses, said = [], {}
@@ -390,7 +391,7 @@ class _Fit:
                 said[mark] = Batch(
                     windows.tokens, taps, logits, plan.draft, firsts, parts, known, chosen
                 )
-            losses.append(objective(draft, net.run, said[mark]))
+            losses.append(objective(draft, run, said[mark]))
         total = torch.stack([loss.total for loss in losses]).sum()
         return Loss(total, [hit for loss in losses for hit in loss.hits])
 

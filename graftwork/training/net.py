@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,12 +11,13 @@ import torch
 from ..backends.torch.emit import emit
 from ..ir import Function, InputError, Program, Weight, type_of
 from ..ir.plan import CachedDraft, DecodePlan, Record
-from ..ir.plan.inputs import OPTIONAL
+from ..ir.plan.inputs import OPTIONAL, SEEN
 from ..ir.plan.length import LengthRecord
 from ..ir.rewrite.subgraph import tables_of
 from ..passes.drafting.draft_vocabulary import OFFSETS, narrow
 from ..passes.drafting.grafts import FROZEN
 from ..passes.stepping.accept_trees import branched
+from .objectives.base import Functions, Run
 
 
 def trained_parts(plan: DecodePlan) -> list[Record]:
@@ -27,7 +28,7 @@ def trained_parts(plan: DecodePlan) -> list[Record]:
 
 
 def _another_model(record: Record) -> bool:
-    return isinstance(record, CachedDraft) and record.output is None
+    return isinstance(record, CachedDraft) and record.alone
 
 
 def functions_of(program: Program, draft: Record) -> list[str]:
@@ -120,6 +121,16 @@ class Net:
         function = function or self.program.step.name
         return self.outputs(function, self._visible(self.program.function(function)), inputs)
 
+    def sharing(self, states: Mapping[str, torch.Tensor]) -> Run:
+        """`run`, with functions that draft finding these states of the target where they read
+        them."""
+
+        def run(function: Functions, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+            names = self.program.shared_with(function) if isinstance(function, str) else ()
+            return self.run(function, **inputs, **{name: states[name] for name in names})
+
+        return run
+
     def _visible(self, fn: Function) -> tuple[str, ...]:
         """Outputs for objectives: all but caches and token choices."""
         states = self.program.states
@@ -168,7 +179,7 @@ class Net:
                 given[name] = torch.zeros(bound.shape, dtype=bound.dtype, device=self.device)
             elif name == "past":
                 given[name] = torch.zeros(batch, dtype=torch.int64, device=self.device)
-            elif name in ("positions", "select"):
+            elif name in ("positions", "select", SEEN):
                 given[name] = steps
             else:
                 raise InputError(f"{fn.name} needs the input {name!r} to be trained")

@@ -48,13 +48,15 @@ BOTTLENECK = "bottleneck"
 class Teacher:
     """The target in training: computes activations, and logits from them.
 
-    taps: names of the step's outputs that drafts read.
+    taps: names of the step's outputs that drafts read. shared: of its states that they read.
     """
 
     def __init__(self, net: Net) -> None:
         self.net = net
-        step = net.program.step
+        program, step = net.program, net.program.step
         self.taps = tuple(name for name in step.outputs if name.split(".")[0] == "hidden")
+        read = {name for fn in program.functions for name in program.shared_with(fn)}
+        self.shared = tuple(name for name in step.outputs if name in read)
         named = {name: step.outputs[name] for name in self.taps}
         bottleneck = _bottleneck(step, set(named.values()))
         known = [name for name, node in named.items() if node is bottleneck]
@@ -64,11 +66,12 @@ class Teacher:
             copied = {node.name: node for node in self.step}
             self.step.set_outputs({**self.step.outputs, BOTTLENECK: copied[bottleneck.name]})
         self.rest = beyond(step, {self.bottleneck: bottleneck}, ("logits",))
-        self.kept = tuple(dict.fromkeys((*self.taps, self.bottleneck)))
+        self.kept = tuple(dict.fromkeys((*self.taps, *self.shared, self.bottleneck)))
         self.some: list[tuple[torch.Tensor, Function]] = []
 
     def states(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Cached activations of tokens i64[N,T], by name, each [N,T,...], and `CHOSEN`."""
+        """Cached activations of tokens i64[N,T], by name, each [N,T,...], states [N,G,T,D], and
+        `CHOSEN`."""
         pieces = max(1, PIECE_TOKENS // tokens.shape[1])
         made = []
         with torch.no_grad():

@@ -73,7 +73,28 @@ def _unmet(program: Program) -> Iterator[tuple[str, str]]:
         for name in leaf.mutual:
             if cached and not program.function(name).has_input(ANCESTORS):
                 yield f"draft={leaf.brief} needs a function {name} that takes ancestors", "trees"
+    yield from ((fault, "") for fault in _unshared(program))
     yield from ((fault, "") for fault in _misfits(plan))
+
+
+def _unshared(program: Program) -> Iterator[str]:
+    """States of the target that functions which draft read, and that do not hold a row for every
+    token of the text when they do."""
+    plan = program.plan
+    for name in program.functions:
+        for state in program.shared_with(name):
+            what = f"{name} drafts and reads a row of {state} for every token of the text"
+            if plan.depth.stops:
+                yield (
+                    f"{what}, and depth={plan.depth.brief} leaves out layers that make some: leave "
+                    f"one of the two out"
+                )
+            moved = plan.cache.settles or not plan.cache.aligned
+            if moved or program.states[state].capacity in plan.cache.held:
+                yield (
+                    f"{what}, and cache={plan.cache.brief} does not keep them all where they are: "
+                    f"leave one of the two out, or draft by a layer of its own, such as eagle2"
+                )
 
 
 def _uncut(plan: DecodePlan, part: DraftRecord | DepthRecord) -> Iterator[tuple[str, str]]:

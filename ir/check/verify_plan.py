@@ -60,6 +60,7 @@ def verify_plan(program: Program) -> None:
     _check_source(program)
     _check_windows(program)
     _check_upkeep(program)
+    _check_shared(program)
     if program.plan.columns > MOST_NODES:
         raise VerifyError(
             f"plan: a step verifies up to {program.plan.columns} tokens; expected at most "
@@ -138,6 +139,18 @@ def _check_upkeep(program: Program) -> None:
                     f"{function.name}: %{node.name} writes {rows} rows; expected at most {most}, "
                     f"as cache={cache.brief} keeps, at row full_like(%past, 0)"
                 )
+
+
+def _check_shared(program: Program) -> None:
+    """Functions that draft may read the target's states, and leave them as they are."""
+    targets = [fn for fn in program.functions.values() if fn.role is Role.TARGET]
+    written = {name for fn in targets for name in fn.outputs if name in program.states}
+    for function in program.functions.values():
+        if function.role is Role.DRAFT and (both := written & function.outputs.keys()):
+            raise VerifyError(
+                f"{function.name} drafts and writes {min(both)}, which the target writes: expected "
+                f"states of its own"
+            )
 
 
 def _keeps_latest(function: Function, user: torch.fx.Node, held: Latest) -> bool:

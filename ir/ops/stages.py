@@ -61,10 +61,12 @@ _RAISED = frozenset({"rms_norm", "layer_norm", "rotary", "glu"})
 # Quantized checkpoints are imported with these.
 _STORED = frozenset(op.name for op in all_ops().values() if op.stored)
 # Ops that mix tokens of a sequence, before and after there are states.
-_MIXERS = frozenset({"attention", "causal_conv", "linear_attention", "source_attention"})
+_MIXERS = frozenset(
+    {"attention", "causal_conv", "linear_attention", "source_attention", "target_attention"}
+)
 _CACHE_OPS = frozenset(
     {
-        *("attend", "cache_write", "step_mask", "alibi", "distance_bias"),
+        *("attend", "cache_write", "step_mask", "alibi", "distance_bias", "seen_mask"),
         *("causal_conv_step", "linear_attention_step", "linear_attention_step_int8"),
     }
 )

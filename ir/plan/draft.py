@@ -293,9 +293,14 @@ class CachedDraft(LearningDraft):
         return self.context is None
 
     @property
+    def alone(self) -> bool:
+        """Whether it reads nothing of the target: it is another model."""
+        return self.output is None
+
+    @property
     def is_model(self) -> bool:
         """Whether it is another model, and drafts a token a call."""
-        return self.output is None and self.stepwise
+        return self.alone and self.stepwise
 
 
 @record

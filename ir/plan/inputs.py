@@ -45,6 +45,9 @@ INPUTS: Mapping[str, Input] = MappingProxyType(
         ),
         "select": Input("i64[B,S]", "the columns whose logits are wanted"),
         "hidden": Input("", "the target's state beside each token, for functions that draft"),
+        "seen": Input(
+            "i64[B,T]", "rows of the target's states that each token sees, for functions that draft"
+        ),
         "ancestors": Input(
             "bool[B,T,T]",
             "whether a token (row) continues another (column), itself included; without it the "
@@ -55,6 +58,10 @@ INPUTS: Mapping[str, Input] = MappingProxyType(
 )
 
 ANCESTORS = "ancestors"
+SEEN = "seen"
+TARGET = "target"
+"""``target.5.key``: an input of a function that drafts, which stands for the state in which the
+target keeps the keys of its layer 5, until there are states (see `insert_kv_cache`)."""
 OPTIONAL = frozenset(name for name, given in INPUTS.items() if given.optional)
 REQUIRED = ("tokens", "positions")
 """What every step takes; with states it takes ``past``, too."""
@@ -69,6 +76,7 @@ def chain_inputs(tokens: torch.Tensor, past: int = 0) -> dict[str, torch.Tensor]
         "tokens": tokens,
         "positions": (steps + past).expand(batch, width),
         "past": torch.full((batch,), past),
+        SEEN: (steps + past).expand(batch, width),
         "certain": torch.full((batch,), width),
         "select": steps.expand(batch, width),
         ANCESTORS: torch.ones(width, width, dtype=torch.bool).tril().expand(batch, width, width),

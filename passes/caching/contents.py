@@ -42,6 +42,18 @@ class CacheContents(Pass):
         rest = f", {why}" if why else ""
         self.refuse(taken, f"the plan has cache={program.plan.cache.brief} already{rest}")
 
+    def refuse_shared(self, program: Program) -> None:
+        """Errors: `PassError` if a function that drafts reads rows of the target's as its steps
+        leave them."""
+        for name in program.functions:
+            for state in program.shared_with(name):
+                self.refuse(
+                    True,
+                    f"{name} drafts and reads a row of {state} for every token of the text, and "
+                    f"not all would stay where they are: leave one of the two out, or draft by a "
+                    f"layer of its own, such as eagle2",
+                )
+
     def refuse_places(self, program: Program, why: str = "", *, windows: bool = True) -> None:
         """Errors: `PassError`, and why, if attention over caches asks where rows stand. windows:
         whether a sliding window counts as that."""

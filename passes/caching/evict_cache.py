@@ -128,6 +128,7 @@ class EvictCache(LearnedContents, RecordedContents):
             f"{program.name} has recurrences, which hold what all rows add up to: none can be "
             f"dropped from that, and their places count for what comes next",
         )
+        self.refuse_shared(program)
         functions = {name: fn.copy() for name, fn in program.functions.items()}
         writes = list(self._writes(functions, program))
         if not writes:

@@ -15,12 +15,12 @@ After (stage cached)::
       %y: f32[B,H,T,D] = graftwork.attend(%q, %kw, %vw, %m, scale=0.125)
 
 Recurrences and convolutions get their states likewise, see `recurrent_states`, and so does what is
-made of a source, see `source_states`. Layers that see
-equally far back share one mask. The target's functions share the caches of their layers,
-because a layer's rows are the same whoever writes them. A function that drafts gets its own: those
-of ``eagle`` are called ``eagle.kv.0.key`` and so on. Refuses a program whose step has nothing to
-cache or a cache already, a function in which two attentions claim one layer, and functions of the
-target that differ in what a layer's rows are.
+made of a source, see `source_states`. Layers that see equally far back share one mask. The target's
+functions share the caches of their layers, because a layer's rows are the same whoever writes them.
+A function that drafts gets its own: those of ``eagle`` are called ``eagle.kv.0.key`` and so on. It
+may read the target's, see `target_states`. Refuses a program whose step has nothing to cache or a
+cache already, a function in which two attentions claim one layer, and functions of the target that
+differ in what a layer's rows are.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from ..engine.base import Effect, Outcome, Pass, register
 from .cached_rows import scored
 from .recurrent_states import RECURRENT, insert_recurrent_states
 from .source_states import insert_source_states
+from .target_states import bind_target_states
 
 G = torch.ops.graftwork
 MIXERS = (G.attention.default, *RECURRENT, G.source_attention.default)
@@ -78,8 +79,9 @@ class InsertKvCache(Pass):
             if found := len(function.calls(*MIXERS)):
                 functions[name] = _cached(function, states, encodes=name == encoder)
                 count += found
-        cached = program.replace(functions=functions, states=states, stage="cached")
-        return Outcome(cached, count)
+        cached = program.replace(states=states, stage="cached")
+        functions = bind_target_states(cached, functions)
+        return Outcome(cached.replace(functions=functions), count)
 
 
 def _cached(function: Function, states: dict[str, State], *, encodes: bool) -> Function:

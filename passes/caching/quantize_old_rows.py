@@ -111,6 +111,7 @@ class QuantizeOldRows(RecordedContents):
 
     def _check(self, program: Program, record: StoreOld) -> None:
         self.refuse_other(program)
+        self.refuse_shared(program)
         self.refuse_small(program, record.block)
         self.refuse(
             record.most_latest > program.info.context,

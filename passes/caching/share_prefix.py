@@ -75,6 +75,7 @@ class SharePrefix(CacheContents):
             plan.source.encoder is not None, f"texts of {program.name} have sources of their own"
         )
         self.refuse_other(program)
+        self.refuse_shared(program)
         record = KeepShared()
         attends = [n for fn in program.functions.values() for n in fn.calls(G.attend.default)]
         read = {state_of(rows) for node in attends for rows in node.args[1:3]}

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ...ir.execution.executable import Executable
+from ...ir.plan.inputs import SEEN
 from ..feeding.draft import UnverifiedStep, VerifiedStep
 from ..feeding.gather import rows_of
 from ..memo import Memo
@@ -154,6 +155,15 @@ class CommittedRows(Follower):
             self.alive[index] = False
         return past if self.alive[index] else 0
 
+    def seen(self, positions: Ids) -> Ids | None:
+        """How many rows of the target's states the tokens of these rows i64[B,N] see: those of the
+        text before each, of which the target has read all but the last token. None: the function
+        reads none."""
+        if SEEN not in self.cache.takes:
+            return None
+        read = np.array([[len(text) - 1] for text in self.texts], dtype=np.int64)
+        return np.minimum(positions + self.shift, read)
+
     @property
     def lacking(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """bool[B], sequences of which nothing is known that a draft could start from."""
@@ -200,8 +210,9 @@ class CommittedRows(Follower):
         select = np.maximum(np.array(counts, dtype=np.int64) - 1, 0)[:, None]
         select = select + np.arange(1 + behind)
         features = self._features(counts, width) if self.shift else None
-        seen = block_sees(counts, width, behind) if self.mutual and behind else None
-        outputs = self.cache.run(tokens, positions, past, select, features, seen, silent=silent)
+        beside = block_sees(counts, width, behind) if self.mutual and behind else None
+        given = tokens, positions, past, select, features, beside
+        outputs = self.cache.run(*given, seen=self.seen(positions), silent=silent)
         self.rows = [rows + count for rows, count in zip(self.rows, counts, strict=True)]
         self.fresh = np.array(counts) > 0
         return outputs

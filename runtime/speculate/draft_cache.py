@@ -11,7 +11,7 @@ import torch
 
 from ...ir import UnsupportedError, type_of
 from ...ir.execution.executable import Executable
-from ...ir.plan.inputs import ANCESTORS, INPUTS, OPTIONAL
+from ...ir.plan.inputs import ANCESTORS, INPUTS, OPTIONAL, SEEN
 from ..feeding.calls import Calls
 from ..feeding.feed import CHUNK
 from ..feeding.gather import gathered, written
@@ -55,7 +55,7 @@ class DraftInputs:
         for name, values in given.items():
             if name not in self.ids:
                 continue
-            if name in ("tokens", "positions"):
+            if name in ("tokens", "positions", SEEN):
                 self.ids[name][:, :count], self.ids[name][:, count:] = values, 0
             else:
                 self.ids[name][:] = values
@@ -96,12 +96,14 @@ class DraftCache:
         hidden: torch.Tensor | None = None,
         ancestors: Flags | None = None,
         *,
+        seen: Ids | None = None,
         silent: bool = False,
     ) -> dict[str, torch.Tensor]:
         """Feed tokens i64[B,N] after `past[b]` rows; outputs of the columns `select` i64[B,S].
 
-        hidden: f[B,N,H], if the function takes it. ancestors: bool[B,N,N]; None: a chain. silent:
-        only the rows are wanted. What the rows after a sequence's own hold must not matter.
+        hidden: f[B,N,H], seen: i64[B,N], if the function takes them. ancestors: bool[B,N,N]; None:
+        a chain. silent: only the rows are wanted. What the rows after a sequence's own hold must
+        not matter.
         """
         batch, count = tokens.shape
         width = self.widths.holding(count)
@@ -115,6 +117,7 @@ class DraftCache:
             self.executable.reserve(rows)
         call = self._call(batch, width, select.shape[1], ancestors is not None)
         given = {"tokens": tokens, "positions": positions, "past": past, "select": select}
+        given |= {} if seen is None else {SEEN: seen}
         call.fill(given, hidden, ancestors)
         fetch = () if silent else self.fetch
         if count > HELD:

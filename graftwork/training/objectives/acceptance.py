@@ -49,7 +49,7 @@ def agreements(draft: DraftRecord, run: Run, batch: Batch, levels: int) -> list[
         best = run(draft.function, tokens=batch.tokens)["draft_logits"].argmax(-1)
         one = best == batch.best
         return [one[:, shift:] for shift in range(1, 1 + min(levels, draft.levels))]
-    if isinstance(draft, CachedDraft) and draft.stepwise:
+    if isinstance(draft, CachedDraft) and draft.stepwise and draft.output is not None:
         return _rolled_out(draft, run, batch, min(levels, draft.levels))
     raise UnsupportedError(
         f"acceptance is learned from drafts of parallel heads (draft_medusa), of models "

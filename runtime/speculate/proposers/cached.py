@@ -110,13 +110,15 @@ class CachedProposer(Proposer):
         total = nodes.tokens.shape[1]
         rows = [count + nodes.above for count in committed.rows]
         past = [committed.place(index, row, total) for index, row in enumerate(rows)]
+        positions = np.array(past, dtype=np.int64)[:, None] + nodes.depths
         outputs = committed.cache.run(
             nodes.tokens,
-            np.array(past, dtype=np.int64)[:, None] + nodes.depths,
+            positions,
             past,
             np.broadcast_to(np.arange(nodes.last, total), tokens.shape),
             nodes.given,
             nodes.seen if total > 1 else None,
+            seen=committed.seen(positions),
         )
         return self._level(outputs, count)
 
