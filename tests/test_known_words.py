@@ -33,6 +33,7 @@ from graftwork.passes.drafting.draft_mlp_speculator import DraftMlpSpeculator
 from graftwork.passes.drafting.draft_pass import DraftHeadPass
 from graftwork.passes.drafting.draft_redrafter import DraftRedrafter
 from graftwork.passes.drafting.draft_vocabulary import narrow
+from graftwork.passes.drafting.falcon.graph import DraftFalcon
 from graftwork.passes.drafting.gumiho.graph import DraftGumiho
 from graftwork.passes.drafting.jakiro.graph import DraftJakiro
 from graftwork.passes.stepping.accept_trees import AcceptTrees
@@ -60,6 +61,7 @@ DRAFTERS = [
     DraftRedrafter(**KNOWS),
     DraftMlpSpeculator(**KNOWS),
     DraftDflash(**KNOWS),
+    DraftFalcon(**KNOWS),
 ]
 
 
@@ -99,7 +101,7 @@ def test_training_chooses_words_and_teaches_these(
     for module in _modules_that_distil():
         monkeypatch.setattr(module, "distilled", noting)
     text = [[token % 5 + 20 for token in row] for row in TEXT]
-    more = [AcceptTrees()] if isinstance(drafter, DraftDflash) else []
+    more = [AcceptTrees()] if isinstance(drafter, DraftDflash | DraftFalcon) else []
     made = drafted(drafter, *more)
     fitted = fit(made, text, out=tmp_path, **{**FEW, "own": 0.0})
     assert widths == {5}

@@ -5,24 +5,32 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from selection import mostly_long, one_in
 from test_front_door import ROOT
 from test_runtime_sampling import assert_distributed, texts_drawn
-from test_training import taught
+from test_training import TEXT
 from tiny import named
 from whole_drafters import EAGER, LENGTH, SAID, Case, assert_own_text, sampled_from
 
 import graftwork as gw
 from graftwork.backends import compile
 from graftwork.passes.drafting.draft_eagle import DraftEagle
+from graftwork.passes.drafting.falcon.graph import DraftFalcon
 from graftwork.training import FitState, fit
 from graftwork.training.fit import accepted_per_step
 
 BEST = named("tree_best_first", nodes=9, depth=3, width=3)
+BLOCKS = named(
+    "tree_static",
+    paths=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 1, 0, 1)),
+)
+
 CASES = {
     "fspad": Case((DraftEagle(levels=3, sampled=True, apart=True),), BEST, "fspad"),
+    "falcon": Case((DraftFalcon(levels=4, block=2),), BLOCKS, "falcon"),
 }
 BACKENDS = ["eager", "onnxruntime:cpu:float32", "torch:cpu:float32"]
 
@@ -57,12 +65,19 @@ def test_samples_follow_the_targets_distribution(name: str) -> None:
     assert 0.05 < accepted / drafted < 0.95
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", one_in(2, CASES))
 def test_training_makes_every_level_right_more_often(name: str, tmp_path: Path) -> None:
-    model = CASES[name].model()
-    fitted, before = taught(model, tmp_path, 60)
-    assert len(fitted.hits) == len(before)
-    assert all(late > 0.1 + early for late, early in zip(fitted.hits, before, strict=True))
+    model, seen = CASES[name].model(), []
+
+    def note(state: FitState) -> None:
+        seen.extend([(state.loss, *state.hits)] if state.hits else [])
+
+    options = {"batch": 4, "window": 32, "own": 1.0, "rate": 2e-2, "seed": 1, "passes": 8}
+    fitted = fit(model, TEXT, out=tmp_path, steps=100, progress=note, **options)
+    # One step's accuracy is of one window: means of several.
+    early, late = np.array(seen[:10]).mean(0), np.array(seen[-20:]).mean(0)
+    assert late[0] < 0.8 * early[0] and (late[1:] > 0.15 + early[1:]).all()
+    assert accepted_per_step(fitted.model, TEXT, 4) > 0.1 + accepted_per_step(model, TEXT, 4)
     changed = {
         name
         for name, weight in fitted.model.program.weights.items()
@@ -82,9 +97,9 @@ def test_training_pays_on_the_bundled_model(name: str, tmp_path: Path) -> None:
     def note(state: FitState) -> None:
         losses.extend([state.loss] if state.hits else [])
 
-    options = {"steps": 60, "batch": 4, "window": 96, "own": 0.5, "rate": 1e-3}
+    options = {"steps": 100, "batch": 4, "window": 96, "own": 0.5, "rate": 2e-3}
     fitted = fit(model, None, out=tmp_path / "heads", progress=note, **options)
-    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+    assert sum(losses[-10:]) < 0.85 * sum(losses[:10])
     lines = (source / "prompts.jsonl").read_text().splitlines()[:4]
     rows = [model.tokenizer.encode(json.loads(line)["text"]).ids for line in lines]
     assert accepted_per_step(fitted.model, rows) > 0.1 + accepted_per_step(model, rows)

@@ -28,7 +28,9 @@ class CommittedRows(Follower):
     entry: a function that the output goes through before, if any. limit: positions that there are
     at most; a sequence that reaches them drops out. ahead: rows that each call makes for itself
     beyond those of what it is fed. blank: the id beside features, where it is not that of the token
-    after each. mutual: whether riders see each other, and not only those before.
+    after each. mutual: whether riders see each other, and not only those before. block: the last
+    rows of a text of which a draft reads what was made; they see each other, and all but the first
+    of them are made again with what the text gains.
 
     texts: the tokens of each sequence. rows: of its cache that are valid. known: positions whose
     rows can be made. features: f[known - rows, H] in pieces. alive: whether a sequence still wants
@@ -46,7 +48,9 @@ class CommittedRows(Follower):
         ahead: int = 0,
         blank: int | None = None,
         mutual: bool = False,
+        block: int = 1,
     ) -> None:
+        self.block = block
         self.executable, self.output, self.entry, self.limit = executable, output, entry, limit
         self.blank, self.mutual = blank, mutual
         self.shift, self.ahead = 0 if output is None else 1, ahead
@@ -59,6 +63,7 @@ class CommittedRows(Follower):
         self.texts = [list(prompt) for prompt in prompts]
         self.rows, self.known = [0] * batch, [0] * batch
         self.features: list[list[torch.Tensor]] = [[] for _ in prompts]
+        self.again: list[list[torch.Tensor]] = [[] for _ in prompts]
         self.alive = [True] * batch
         self.fresh = np.zeros(batch, dtype=np.bool_)
 
@@ -110,7 +115,7 @@ class CommittedRows(Follower):
         """Bring the cache up to the text; outputs [B,1+R,...] of each sequence's last row and of
         riders i64[B,R], tokens that are fed behind it and whose rows (`ahead`) do not count."""
         behind = 0 if riders is None else riders.shape[1]
-        while self._pending(self.cache.widest - behind + 1):
+        while self._pending(self.cache.widest - behind - self.block + 2):
             self._extend(1, silent=True)
         return self._extend(0, riders)
 
@@ -188,13 +193,15 @@ class CommittedRows(Follower):
     ) -> dict[str, torch.Tensor]:
         """Make missing rows, as many as may be fed at once, and leave `spare` of each sequence's;
         the outputs of each sequence's last one and of the riders behind it, unless silent."""
+        if not silent:
+            self._make_again()
         missing = [known - rows for rows, known in zip(self.rows, self.known, strict=True)]
         behind = 0 if riders is None else riders.shape[1]
         widest = self.cache.widest - behind
         counts = [min(max(count - spare, 0), widest) for count in missing]
         past = [self.place(b, self.rows[b], count) for b, count in enumerate(counts)]
         counts = [count if alive else 0 for count, alive in zip(counts, self.alive, strict=True)]
-        width = max(*counts, 1) + behind
+        width = max(*counts, self.block) + behind
         tokens = np.zeros((len(counts), width), dtype=np.int64)
         for index, (rows, count) in enumerate(zip(past, counts, strict=True)):
             if self.blank is not None:
@@ -207,15 +214,25 @@ class CommittedRows(Follower):
         positions = np.minimum(
             np.array(past, dtype=np.int64)[:, None] + np.arange(width), self.limit - 1
         )
-        select = np.maximum(np.array(counts, dtype=np.int64) - 1, 0)[:, None]
-        select = select + np.arange(1 + behind)
+        ends = np.maximum(np.array(counts, dtype=np.int64) - self.block, 0)
+        select = ends[:, None] + np.arange(self.block + behind)
         features = self._features(counts, width) if self.shift else None
         beside = block_sees(counts, width, behind) if self.mutual and behind else None
+        if self.block > 1:
+            beside = block_sees(ends.tolist(), width, self.block)
         given = tokens, positions, past, select, features, beside
         outputs = self.cache.run(*given, seen=self.seen(positions), silent=silent)
         self.rows = [rows + count for rows, count in zip(self.rows, counts, strict=True)]
-        self.fresh = np.array(counts) > 0
+        self.fresh = np.array(counts) >= self.block
         return outputs
+
+    def _make_again(self) -> None:
+        """Take back the rows of each text's last block that see what it has gained since."""
+        for index, pieces in enumerate(self.again):
+            if pieces and self.known[index] > self.rows[index]:
+                self.rows[index] -= len(pieces[0])
+                self.features[index] = pieces + self.features[index]
+                self.again[index] = []
 
     def _features(self, counts: Sequence[int], width: int) -> torch.Tensor:
         """Take out the next features of each sequence, f[B,W,H] with W >= width."""
@@ -225,6 +242,9 @@ class CommittedRows(Follower):
                 whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
                 blank[index, :count] = whole[:count]
                 pieces[:] = [whole[count:]] if count < len(whole) else []
+                if self.block > 1:
+                    made = torch.cat([*self.again[index], whole[:count]])
+                    self.again[index] = [made[1 - self.block :].clone()]
             elif not self.alive[index]:
                 pieces.clear()
         if self.entry is None:

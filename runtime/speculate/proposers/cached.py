@@ -31,30 +31,33 @@ class _Nodes:
 
     tokens: i64[B,N]. given: f[B,N,H], the feature beside each token. seen: bool[B,N,N], ancestors.
     depths: i64[N], levels below `above`; last: the first node of the last level. above: rows of the
-    one-node levels over all of them.
+    one-node levels over all of them. size: how many nodes are a block, which see each other, and
+    whose depths count up.
     """
 
-    def __init__(self, batch: int, above: int = 0) -> None:
+    def __init__(self, batch: int, above: int = 0, size: int = 1) -> None:
         self.tokens: Ids = np.empty((batch, 0), dtype=np.int64)
         self.given: torch.Tensor | None = None
         self.seen: Flags = np.empty((batch, 0, 0), dtype=np.bool_)
         self.depths: Ids = np.empty(0, dtype=np.int64)
         self.last = 0
-        self.above = above
+        self.above, self.size = above, size
 
     def add(self, tokens: Ids, parents: Ids, given: torch.Tensor | None) -> None:
-        """A level below the last one; parents are places in that."""
+        """A level below the last one; parents are places in that, of blocks where there are."""
         batch, have = self.tokens.shape
         count = tokens.shape[1]
         seen = np.zeros((batch, have + count, have + count), dtype=np.bool_)
         seen[:, :have, :have] = self.seen
         if have:
-            places = self.last + parents
+            places = self.last + (parents * self.size).repeat(self.size, 1)
             seen[:, have:, :have] = self.seen[np.arange(batch)[:, None], places]
-        seen[:, have:, have:] = np.eye(count, dtype=np.bool_)
+        blocks = count // self.size
+        own = np.ones((self.size, self.size), dtype=np.bool_)
+        seen[:, have:, have:] = np.kron(np.eye(blocks, dtype=np.bool_), own)
         depth = self.depths[-1] + 1 if have else 0
         self.tokens = np.concatenate([self.tokens, tokens.clip(min=0)], 1)
-        self.depths = np.concatenate([self.depths, np.full(count, depth)])
+        self.depths = np.concatenate([self.depths, depth + np.tile(np.arange(self.size), blocks)])
         if given is not None:
             self.given = given if self.given is None else torch.cat([self.given, given], 1)
         self.seen, self.last = seen, have
@@ -65,7 +68,7 @@ class CachedProposer(Proposer):
     """Feeds draft nodes behind the rows of the committed text. See the module docstring.
 
     made: the outputs of the last call, of the nodes of its last level. function: whose cache holds
-    the text's rows. ahead, blank, mutual: see `CommittedRows`.
+    the text's rows. ahead, blank, mutual, block: see `CommittedRows`; nodes are fed in blocks, too.
     """
 
     record: CachedDraft
@@ -75,6 +78,7 @@ class CachedProposer(Proposer):
     ahead: int = 0
     blank: int | None = None
     mutual: bool = False
+    block: int = 1
 
     def __init__(self, record: CachedDraft, setting: Setting) -> None:
         super().__init__(record, setting)
@@ -91,27 +95,36 @@ class CachedProposer(Proposer):
             ahead=self.ahead,
             blank=self.blank,
             mutual=self.mutual,
+            block=self.block,
         )
 
     def root(self, count: int) -> Level:
         outputs = self.committed.catch_up()
-        self.nodes = _Nodes(len(self.committed.texts))
+        self.nodes = self.no_nodes(0)
         return self._level(outputs, count)
 
     def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
         """What may follow each node, from its own token and its parent's predicted feature."""
-        committed = self.committed
-        if self.nodes.tokens.shape[1] == 1:
-            self.nodes = _Nodes(len(committed.texts), self.nodes.above + 1)
         carried = self.made.get("hidden")
         given = None if carried is None else gathered(carried, parents)
+        return self._level(self.fed(tokens, parents, given), count)
+
+    def no_nodes(self, above: int) -> _Nodes:
+        """Nothing, below so many rows of the draft."""
+        return _Nodes(len(self.committed.texts), above, self.block)
+
+    def fed(self, tokens: Ids, parents: Ids, given: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """What the function makes of a level more: see `_Nodes.add`."""
+        committed = self.committed
+        if self.nodes.tokens.shape[1] == self.block:
+            self.nodes = self.no_nodes(self.nodes.above + self.block)
         nodes = self.nodes
         nodes.add(tokens, parents, given)
         total = nodes.tokens.shape[1]
         rows = [count + nodes.above for count in committed.rows]
         past = [committed.place(index, row, total) for index, row in enumerate(rows)]
         positions = np.array(past, dtype=np.int64)[:, None] + nodes.depths
-        outputs = committed.cache.run(
+        return committed.cache.run(
             nodes.tokens,
             positions,
             past,
@@ -120,7 +133,6 @@ class CachedProposer(Proposer):
             nodes.seen if total > 1 else None,
             seen=committed.seen(positions),
         )
-        return self._level(outputs, count)
 
     def _level(self, outputs: Mapping[str, torch.Tensor], count: int) -> Level:
         self.made = outputs
