@@ -8,6 +8,7 @@ a text is the recipe's, not that of the model it was made from.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -38,6 +39,36 @@ def score(executable: Executable, input_ids: torch.Tensor, prompt: int = 1) -> t
     number in 1..S, and for texts longer than the context; `UnsupportedError` for a program without
     a cache.
     """
+    _check(executable, input_ids)
+    ids, length = input_ids.cpu(), input_ids.shape[1]
+    if isinstance(prompt, bool) or not isinstance(prompt, int) or not 1 <= prompt <= length:
+        raise InputError(f"prompt: expected a number of tokens in 1..{length}, got {prompt!r}")
+    with executable.turn:
+        Conversations.of(executable).clear_buffers(executable)
+        alone = ids.split(1) if executable.program.plan.depth.acts else (ids,)
+        return torch.cat([_Scoring(executable, some, prompt).logits() for some in alone])
+
+
+@torch.no_grad()
+def read(
+    executable: Executable, input_ids: torch.Tensor, names: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """Outputs of the step, each [B,S,...] by name, of every token of texts i64[B,S] of one length,
+    which are read as prompts are.
+
+    The rest as in `score`, whose errors these are.
+    """
+    _check(executable, input_ids)
+    with executable.turn:
+        Conversations.of(executable).clear_buffers(executable)
+        texts = _Scoring(executable, input_ids.cpu(), 1)
+        parts = texts.pieces(texts.feeder, 0, texts.length, tuple(names))
+    count = len(names)
+    return {name: torch.cat(parts[place::count], 1) for place, name in enumerate(names)}
+
+
+def _check(executable: Executable, input_ids: torch.Tensor) -> None:
+    """Errors: those of `score` about texts and programs."""
     program = executable.program
     if program.plan.source.encoder is not None:
         raise UnsupportedError(
@@ -45,18 +76,12 @@ def score(executable: Executable, input_ids: torch.Tensor, prompt: int = 1) -> t
             "generate"
         )
     check_ids(input_ids, program.info)
-    ids, length = input_ids.cpu(), input_ids.shape[1]
+    length = input_ids.shape[1]
     if length > program.info.context and not program.plan.cache.endless:
         raise InputError(
             f"input_ids: a text of {length} tokens, and the model's context is "
             f"{program.info.context}: score it in windows"
         )
-    if isinstance(prompt, bool) or not isinstance(prompt, int) or not 1 <= prompt <= length:
-        raise InputError(f"prompt: expected a number of tokens in 1..{length}, got {prompt!r}")
-    with executable.turn:
-        Conversations.of(executable).clear_buffers(executable)
-        alone = ids.split(1) if program.plan.depth.acts else (ids,)
-        return torch.cat([_Scoring(executable, some, prompt).logits() for some in alone])
 
 
 class _Scoring:
@@ -143,9 +168,10 @@ class _Scoring:
         return _kept(outputs["logits"], 1)
 
 
-def _kept(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """A copy of the first columns: outputs live until the next run."""
-    return logits[:, :count].float().cpu().clone()
+def _kept(output: torch.Tensor, count: int) -> torch.Tensor:
+    """A copy of the first columns, floats in float32: outputs live until the next run."""
+    floats = output.float() if output.is_floating_point() else output
+    return floats[:, :count].cpu().clone()
 
 
-__all__ = ["score"]
+__all__ = ["read", "score"]

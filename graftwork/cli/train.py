@@ -17,6 +17,7 @@ from .options import TO_WRITE, ModelArg, RecipeOption, SetOption, TargetOption, 
 # Late imports: torch takes seconds, which `--help` does not need.
 
 if TYPE_CHECKING:
+    from ..backends import Target
     from ..model import Model
     from ..recipe import Recipe
     from ..training import Fitted
@@ -61,7 +62,7 @@ def train(
     ] = None,
     writer: Annotated[
         str,
-        typer.Option(help="Of heads, on onnxruntime:cpu: what writes text ('': itself)."),
+        typer.Option(help="Of heads, on onnxruntime:cpu: what writes and reads text ('': itself)."),
     ] = "int8",
     resume: Annotated[bool, typer.Option(help="Continue from the checkpoint in --out.")] = False,
 ) -> None:
@@ -99,12 +100,14 @@ def train(
             data=data if chosen.reads_text else None,
             progress=lambda what: update(FitState(what, 0.0)),
         )
+        faster, reader = _faster(model, writer, chosen, made.target, update)
         fitted = fit(
             made,
             data,
             out=folder,
             resume=resume,
-            writer=_writer(model, writer, made, update),
+            writer=faster,
+            reader=reader,
             lessons=lessons,
             progress=update,
             minutes=minutes,
@@ -120,19 +123,30 @@ def train(
     out.print(_summary(fitted, folder), markup=False, soft_wrap=True)
 
 
-def _writer(model: str, recipe: str, made: Model, update: Any) -> Model | None:
-    """The model in a form that writes faster; None: there is none for its target."""
+def _faster(
+    model: str, form: str, drafts: Recipe, target: Target, update: Any
+) -> tuple[Model | None, Model | None]:
+    """The model in a form that writes faster, and with drafts in it, for what they read; None:
+    there is none for the target, or for the recipe."""
+    from ..choosing import joined
     from ..optimizing import optimize
+    from ..recipe import Recipe
     from ..training import FitState
 
-    if not recipe or (made.target.backend, made.target.device) != ("onnxruntime", "cpu"):
-        return None
-    return optimize(
-        model,
-        recipe,
-        target=made.target,
-        progress=lambda what: update(FitState(f"writer: {what}", 0.0)),
-    )
+    if not form or (target.backend, target.device) != ("onnxruntime", "cpu"):
+        return None, None
+
+    def built(recipe: Recipe) -> Model:
+        return optimize(
+            model,
+            recipe,
+            target=target,
+            progress=lambda what: update(FitState(f"writer: {what}", 0.0)),
+        )
+
+    faster = Recipe.load(form)
+    exact = drafts.contract == "lossless"
+    return built(faster), built(joined(drafts, faster)) if exact else None
 
 
 def _heal(

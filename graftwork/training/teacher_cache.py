@@ -19,11 +19,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..ir import Function, UnsupportedError, Weight, type_of
+from ..backends import Target, compile
+from ..ir import Function, Program, UnsupportedError, Weight, type_of
 from ..ir.execution.analysis import dominating_chain
+from ..ir.execution.executable import Executable
 from ..ir.rewrite.cleanup import sweep
 from ..ir.rewrite.subgraph import beyond
 from ..ir.support.scratch import replacing_file
+from ..runtime.scoring import read
 from .net import Net
 
 __all__ = ["CachedWindows", "Kept", "Lessons", "Teacher", "TeacherCache"]
@@ -35,8 +38,14 @@ FOLDER = "lessons"
 PIECE_TOKENS = 4096
 """Tokens per forward pass of the target."""
 
+READER_ROWS = 4
+"""Windows that a compiled target reads at once: what it works with then stays near."""
+
 Windows = tuple[torch.Tensor, torch.Tensor]
 """Tokens i64[N,T]; i64[N], the index of the last token that the target did not generate."""
+
+ARGMAX = "argmax"
+"""Output of the step: the target's best tokens."""
 
 CHOSEN = "chosen"
 """Name of the target's best tokens among cached activations."""
@@ -48,39 +57,45 @@ BOTTLENECK = "bottleneck"
 class Teacher:
     """The target in training: computes activations, and logits from them.
 
-    taps: names of the step's outputs that drafts read. shared: of its states that they read.
+    reader: a program of the target and its drafts in another form, such as int8, which computes the
+    activations. taps: names of the step's outputs that drafts read. shared: of
+    its states that they read.
     """
 
-    def __init__(self, net: Net) -> None:
+    def __init__(self, net: Net, reader: tuple[Program, Target] | None = None) -> None:
         self.net = net
-        program, step = net.program, net.program.step
-        self.taps = tuple(name for name in step.outputs if name.split(".")[0] == "hidden")
-        read = {name for fn in program.functions for name in program.shared_with(fn)}
-        self.shared = tuple(name for name in step.outputs if name in read)
-        named = {name: step.outputs[name] for name in self.taps}
-        bottleneck = _bottleneck(step, set(named.values()))
-        known = [name for name, node in named.items() if node is bottleneck]
-        self.bottleneck = known[0] if known else BOTTLENECK
-        self.step = step.copy()
-        if not known:
-            copied = {node.name: node for node in self.step}
-            self.step.set_outputs({**self.step.outputs, BOTTLENECK: copied[bottleneck.name]})
-        self.rest = beyond(step, {self.bottleneck: bottleneck}, ("logits",))
+        program = net.program
+        self.step, self.bottleneck = _telling(program.step)
+        outputs = self.step.outputs
+        self.taps = tuple(name for name in outputs if name.split(".")[0] == "hidden")
+        named = {name for fn in program.functions for name in program.shared_with(fn)}
+        self.shared = tuple(name for name in outputs if name in named)
+        self.rest = beyond(self.step, {self.bottleneck: outputs[self.bottleneck]}, ("logits",))
         self.kept = tuple(dict.fromkeys((*self.taps, *self.shared, self.bottleneck)))
         self.some: list[tuple[torch.Tensor, Function]] = []
+        self.reader: Executable | None = None
+        if reader is not None:
+            program, target = reader
+            self.reader = compile(program.with_function(_telling(program.step)[0]), target)
 
     def states(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """Cached activations of tokens i64[N,T], by name, each [N,T,...], states [N,G,T,D], and
         `CHOSEN`."""
-        pieces = max(1, PIECE_TOKENS // tokens.shape[1])
         made = []
         with torch.no_grad():
-            for part in tokens.split(pieces):
+            if self.reader is not None:
+                made = [self._read(self.reader, p) for p in tokens.split(READER_ROWS)]
+                return {name: torch.cat([part[name] for part in made]) for name in made[0]}
+            for part in tokens.split(max(1, PIECE_TOKENS // tokens.shape[1])):
                 given = {"tokens": part.to(self.net.device)}
                 found = self.net.outputs(self.step, self.kept, given)
                 best = [self.logits(one).argmax(-1) for one in _windows_of(found)]
                 made.append({**found, CHOSEN: torch.cat(best)})
         return {name: torch.cat([part[name].cpu() for part in made]) for name in made[0]}
+
+    def _read(self, reader: Executable, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = read(reader, tokens, (*self.kept, ARGMAX))
+        return {CHOSEN if name == ARGMAX else name: value for name, value in found.items()}
 
     def logits(
         self, states: dict[str, torch.Tensor], known: torch.Tensor | None = None
@@ -118,6 +133,19 @@ def _windows_of(states: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Ten
     """One window at a time: logits are large."""
     for row in range(len(next(iter(states.values())))):
         yield {name: value[row : row + 1] for name, value in states.items()}
+
+
+def _telling(step: Function) -> tuple[Function, str]:
+    """A step that gives out, beside its outputs, the value that alone determines the logits, and
+    that output's name."""
+    named = {name: node for name, node in step.outputs.items() if name.split(".")[0] == "hidden"}
+    bottleneck = _bottleneck(step, set(named.values()))
+    known = [name for name, node in named.items() if node is bottleneck]
+    told = step.copy()
+    if not known:
+        copied = {node.name: node for node in told}
+        told.set_outputs({**told.outputs, BOTTLENECK: copied[bottleneck.name]})
+    return told, known[0] if known else BOTTLENECK
 
 
 def _bottleneck(step: Function, taps: set[torch.fx.Node]) -> torch.fx.Node:
@@ -186,14 +214,15 @@ class Kept:
 
 
 class TeacherCache:
-    """Windows with the target's activations. files: keeps them; mark: what the windows depend on.
+    """Windows with the target's activations in bfloat16. files: keeps them; mark: what the windows
+    depend on.
     held: windows of the first file that `batch` leaves out, for measuring."""
 
     def __init__(
         self, folder: Path, teacher: Teacher, *mark: object, seed: int, shared: bool = False
     ) -> None:
         self.teacher, self.seed = teacher, seed
-        self.files = Kept(folder / FOLDER, *mark, teacher.kept, seed, shared=shared)
+        self.files = Kept(folder / FOLDER, *mark, teacher.kept, "bf16", seed, shared=shared)
         self.names: list[str] = []
         self.ends: list[int] = []
         self.turn, self.order, self.held = -1, torch.empty(0), 0
@@ -208,8 +237,8 @@ class TeacherCache:
         name = f"{number:06d}"
         if not self.files.valid(name):
             tokens, firsts = windows()
-            states = self.teacher.states(tokens)
-            self.files.write(name, {"tokens": tokens, "firsts": firsts, **states})
+            states = map(_stored, self.teacher.states(tokens).items())
+            self.files.write(name, {"tokens": tokens, "firsts": firsts, **dict(states)})
         size = self.files.open(self.files.path(name)).get_slice("tokens").get_shape()[0]
         self.names.append(name)
         self.ends.append(self.count + int(size))
@@ -252,11 +281,21 @@ class TeacherCache:
         row = place - (self.ends[index - 1] if index else 0)
         file = self.files.open(self.files.path(self.names[index]))
         names = ("tokens", "firsts", *self.teacher.kept, CHOSEN)
-        return {name: file.get_slice(name)[row : row + 1] for name in names}
+        return {name: _floats(file.get_slice(name)[row : row + 1]) for name in names}
 
     def remove(self) -> None:
         """Delete the files, unless they are shared."""
         self.files.remove()
+
+
+def _stored(named: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
+    """An activation in 16 bits: half as many bytes to write and to read in each step."""
+    name, value = named
+    return name, value.bfloat16() if value.is_floating_point() else value
+
+
+def _floats(value: torch.Tensor) -> torch.Tensor:
+    return value.float() if value.is_floating_point() else value
 
 
 class Lessons:
