@@ -207,6 +207,6 @@ def test_heads_are_taught_on_what_the_reader_reads(tmp_path: Path) -> None:
     other = fit(model, TEXT, out=tmp_path / "b", **FEW)
     first, second = weights(fitted.model), weights(other.model)
     assert all(torch.allclose(first[name], second[name], atol=1e-4) for name in first)
-    strange = replace(model, program=tiny_llama(layers=1))
+    strange = replace(model, program=tiny_llama(vocab=48))
     with pytest.raises(InputError, match=r"reader: expected .* in another form, got another model"):
         fit(model, TEXT, out=tmp_path / "c", reader=strange, **FEW)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 from dataclasses import replace
@@ -75,16 +76,21 @@ def test_trained_heads_are_accepted_and_the_target_stays(drafter: Pass, tmp_path
     untrained = model.generate(
         ids, max_new_tokens=24, eos_token_id=[], return_dict_in_generate=True
     )
-    fitted = fit(
-        model, TEXT, out=tmp_path, steps=300, batch=8, window=48, own=1.0, rate=1e-2, seed=1
-    )
+    losses: list[float] = []
+
+    def note(state: FitState) -> None:
+        losses.extend([state.loss] if state.hits else [])
+
+    how = {"steps": 300, "batch": 8, "window": 48, "own": 1.0, "rate": 1e-2, "seed": 1}
+    fitted = fit(model, TEXT, out=tmp_path, progress=note, **how)
     trained = fitted.model.generate(
         ids, max_new_tokens=24, eos_token_id=[], return_dict_in_generate=True
     )
     assert torch.equal(untrained.sequences, plain) and torch.equal(trained.sequences, plain)
     # Acceptance on these two prompts says nothing: untrained heads repeat the last token, which
-    # this model's own loops reward. Accuracy does: untrained it is 0.44, 0.61 and 0.51.
-    assert min(fitted.hits) > 0.7
+    # this model's own loops reward. The loss does, over the last uses of all windows.
+    first, last = statistics.mean(losses[:5]), statistics.mean(losses[-75:])
+    assert last < 0.8 * first, (first, last)
     # A random model's text has nothing general to learn: what counts is the text it was shown.
     shown = split(TEXT)[0]
     assert accepted_per_step(fitted.model, shown) > 1.03 * accepted_per_step(model, shown)

@@ -185,7 +185,7 @@ class _Fit:
             objective_of(model.program.plan.draft)  # its error lists what can be trained
             raise InputError(f"{model.program.name} has no inserted weights to train")
         check_chains(model.program)
-        if reader is not None and trained_on(reader.program) != trained_on(model.program):
+        if reader is not None and reader.program.info != model.program.info:
             raise InputError(
                 f"reader: expected {model.program.name} in another form, got another model, "
                 f"{reader.program.name}"

@@ -58,8 +58,8 @@ class Teacher:
     """The target in training: computes activations, and logits from them.
 
     reader: a program of the target and its drafts in another form, such as int8, which computes the
-    activations. taps: names of the step's outputs that drafts read. shared: of
-    its states that they read.
+    activations if its step gives them all out. taps: names of the step's outputs that drafts read.
+    shared: of its states that they read.
     """
 
     def __init__(self, net: Net, reader: tuple[Program, Target] | None = None) -> None:
@@ -76,7 +76,12 @@ class Teacher:
         self.reader: Executable | None = None
         if reader is not None:
             program, target = reader
-            self.reader = compile(program.with_function(_telling(program.step)[0]), target)
+            step, bottleneck = _telling(program.step)
+            # What is cut runs as its parts, and states are no outputs of what is compiled.
+            whole = not program.plan.step.parts and not self.shared
+            alike = bottleneck == self.bottleneck and {*self.kept, ARGMAX} <= step.outputs.keys()
+            if whole and alike:
+                self.reader = compile(program.with_function(step), target)
 
     def states(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """Cached activations of tokens i64[N,T], by name, each [N,T,...], states [N,G,T,D], and
