@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from .model import Model, load
     from .optimizing import optimize
     from .recipe import Recipe, recipes
-    from .training import fit, heal, train_exits
+    from .training.early_exit import train_exits
+    from .training.fit import fit
+    from .training.heal import heal
 
 _install()
 

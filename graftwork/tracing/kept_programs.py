@@ -48,6 +48,7 @@ from .source_files import files_of
 PACKAGES = ("torch", "transformers", "safetensors", "pydantic", "gguf")
 CHOICES = "choices"
 """Folder of what knobs were turned to."""
+CHOICE = "choice"
 MOST_TENSORS = 2**24
 """Maximum bytes of tensors that are in no file, such as position tables; larger programs are not
 cached."""
@@ -102,17 +103,14 @@ def read_choice(key: str) -> Choice | str | None:
     if "refusal" in kept.texts:
         return kept.texts["refusal"]
     try:
-        return Choice.model_validate_json(kept.texts["choice"])
+        return Choice.model_validate_json(kept.texts[CHOICE])
     except (KeyError, ValueError):
         return None
 
 
 def write_choice(key: str, choice: Choice | str) -> None:
     """Cache what a knob was turned to, or why no value serves, if possible."""
-    if isinstance(choice, str):
-        texts = {"refusal": choice}
-    else:
-        texts = {"choice": choice.model_dump_json()}
+    texts = {"refusal": choice} if isinstance(choice, str) else {CHOICE: choice.model_dump_json()}
     with contextlib.suppress(GraftworkError, OSError), kept_file(CHOICES, key) as path:
         write_kept(path, Kept(texts, {}))
 
