@@ -142,8 +142,13 @@ def _check_upkeep(program: Program) -> None:
 
 
 def _check_shared(program: Program) -> None:
-    """Functions that draft may read the target's states, and leave them as they are."""
-    targets = [fn for fn in program.functions.values() if fn.role is Role.TARGET]
+    """Functions that draft may read the target's states, and leave them as they are. A step that
+    drafts, too, writes the draft's."""
+    step = program.plan.step
+    more = set(step.variants) - {step.plain}
+    targets = [
+        fn for fn in program.functions.values() if fn.role is Role.TARGET and fn.name not in more
+    ]
     written = {name for fn in targets for name in fn.outputs if name in program.states}
     for function in program.functions.values():
         if function.role is Role.DRAFT and (both := written & function.outputs.keys()):
