@@ -227,6 +227,20 @@ def test_keys_paths_and_sizes(port: int) -> None:
             assert b" 413 " in raw.recv(100)
 
 
+@pytest.mark.parametrize("chunked", [True, False])
+def test_who_sends_a_body_that_is_too_large_reads_the_answer(port: int, chunked: bool) -> None:
+    parts = 100
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    headers |= {} if chunked else {"Content-Length": str(parts << 20)}
+    body = (b"x" * (1 << 20) for _ in range(parts))
+    connection.request("POST", "/v1/completions", body, headers, encode_chunked=chunked)
+    answer = connection.getresponse()
+    assert answer.status == 413 and str(MOST) in answer.read().decode()
+    connection.close()
+    assert asked(port, "/v1/models", method="GET")[0] == 200
+
+
 def test_a_client_that_hangs_up_frees_its_slot(port: int, service: Service) -> None:
     until_idle(service)
     before = service.engine.figures.ended["cancelled"]

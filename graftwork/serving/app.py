@@ -226,10 +226,7 @@ def _schema(kind: type[BaseModel]) -> dict[str, Any]:
 
 def _answer_problem(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, Problem)
-    response = problem.response()
-    if problem.status == 413:  # what comes of the body is not read
-        response.headers["Connection"] = "close"
-    return response
+    return problem.response()
 
 
 def _answer_http(request: Request, error: Exception) -> Response:

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from ..ir import GraftworkError
 from ..runtime.serving.ticket import End, QueueFull, Reason
 
 RETRY = 1
 """Seconds after which a client that was turned away may come again."""
+
+
+PAUSE, LINGER = 2.0, 30.0
+"""Seconds that may pass between two parts of a body that is dropped, and in all."""
+
+
+class Unread(JSONResponse):
+    """The answer to a body that is not wanted. What still comes of it is dropped: who is cut off
+    while sending does not get to read an answer."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER):
+                while (await asyncio.wait_for(receive(), PAUSE)).get("more_body"):
+                    pass
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 @dataclass(eq=False)
@@ -32,6 +54,8 @@ class Problem(Exception):
 
     def response(self) -> JSONResponse:
         """The whole answer."""
+        if self.status == 413:
+            return Unread(self.body(), 413, {**self.headers, "Connection": "close"})
         return JSONResponse(self.body(), self.status, dict(self.headers))
 
 
