@@ -155,6 +155,20 @@ def test_programs_of_gguf_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(kept(folder)) == 2
 
 
+def test_a_gguf_file_drafts(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    import gguf_files
+
+    path = tmp_path / "tiny.gguf"
+    gguf_files.write(path, {"": "F32"})
+    named = gw.Recipe.load("draft_model").with_options([f"draft_model.model={path}"])
+    plain, drafted = (gw.optimize(path, recipe, target="eager") for recipe in ("baseline", named))
+    asked = {"max_new_tokens": 20, "return_dict_in_generate": True, "eos_token_id": []}
+    wanted, found = (model.generate([[5, 6, 7, 8]], **asked) for model in (plain, drafted))
+    assert torch.equal(wanted.sequences, found.sequences)
+    assert found.stats.accepted_per_step > 2
+
+
 def test_programs_of_several_gguf_files(folder: Path) -> None:
     parts = [folder.parent / f"a-0000{number}-of-00002.gguf" for number in (1, 2)]
     for part in parts:

@@ -30,7 +30,7 @@ def check_paths(recipe: Recipe) -> None:
         if "" in step.pass_.models:
             raise InputError(
                 f"recipe {recipe.name!r} needs another model: set the option model of {name} to a "
-                f"checkpoint folder (--set {name}.model=PATH)"
+                f"checkpoint folder or .gguf file (--set {name}.model=PATH)"
             )
 
 

@@ -52,8 +52,9 @@ NAME = "draft"
 
 @builds(CachedDraft, "rollout", "decay", "aim")
 class DraftModel(RecordPass):
-    """model: folder of the draft's checkpoint. candidates: best tokens that it returns. drafter: of
-    the draft itself: a draft record, or a recipe's name or path. The rest: see the record."""
+    """model: the draft, a checkpoint folder or .gguf file. candidates: best tokens that it returns.
+    drafter: of the draft itself: a draft record, or a recipe's name or path. The rest: see the
+    record."""
 
     model: str = ""
     drafter: str = ""

@@ -28,7 +28,8 @@ def guest_of(program: Program, model: str, owner: str, name: str) -> Program:
         given = ", ".join(map(repr, program.guests)) or "none"
         raise PassError(
             f"{owner}: expected the model {model!r} beside the program, got {given}; "
-            f"set the option model to a checkpoint folder and start from graftwork.optimize"
+            f"set the option model to a checkpoint folder or .gguf file and start from "
+            f"graftwork.optimize"
         )
     if name in program.functions:
         raise PassError(f"{owner}: the program has a function {name!r} already")
