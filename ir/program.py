@@ -193,6 +193,19 @@ class Program:
         targets = [other for other in self.functions.values() if other.role is Role.TARGET]
         return tuple(name for name in read if any(name in other.outputs for other in targets))
 
+    def lent_by(self, function: str) -> tuple[str, ...]:
+        """The states that a function writes which drafts, and that another reads."""
+        fn, others = self.function(function), self.functions.values()
+        if fn.role is not Role.DRAFT:
+            return ()
+        readers = [other for other in others if other.role is Role.DRAFT and other is not fn]
+        written = [name for name in self.states_of(function) if name in fn.outputs]
+        return tuple(
+            name
+            for name in written
+            if any(other.has_input(name) and name not in other.outputs for other in readers)
+        )
+
     def pruned(self) -> Program:
         """A copy without weights that no function or plan record uses."""
         used: set[str] = set().union(*(f.weights for f in self.functions.values()), set())

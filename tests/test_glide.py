@@ -3,8 +3,6 @@ whole sequences give, nothing is seen that a draft would not have, training teac
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,23 +22,18 @@ from test_runtime_cached import (
     drafting,
     plainly,
 )
-from test_runtime_sampling import assert_distributed
-from test_training import TEXT
 from tiny import in_int8, named, tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import PassError, Program, UnsupportedError, VerifyError, verify
-from graftwork.model import Model
 from graftwork.passes.caching.hold_windows import HoldWindows
-from graftwork.passes.drafting.glide import GlideDraft, GlideProposer
+from graftwork.passes.drafting.glide import GlideDraft, GlideProposer, rows_seen
 from graftwork.passes.drafting.glide.graph import DraftGlide
-from graftwork.passes.drafting.glide.objective import glide_loss, rows_seen
+from graftwork.passes.drafting.glide.objective import glide_loss
 from graftwork.passes.drafting.unroll_draft import UnrollDraft
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.recipe import Recipe
-from graftwork.runtime import generate
-from graftwork.training import FitState, fit
 from graftwork.training.net import Net
 from graftwork.training.objectives.acceptance import agreements
 from graftwork.training.objectives.base import Batch
@@ -231,54 +224,6 @@ def test_training_sees_nothing_of_its_own_block() -> None:
         found.append(given("glide", tokens=tokens, seen=seen)["draft_logits"][0])
     assert torch.equal(found[0][:7], found[1][:7])
     assert not torch.equal(found[0][7], found[1][7])
-
-
-def test_training_teaches(tmp_path: Path) -> None:
-    program = drafting(DraftGlide(vocabulary=0), CHAIN)
-    model, said = Model(program, EAGER, {"name": "test"}), list[FitState]()
-    options = {"steps": 60, "batch": 6, "window": 24, "own": 0.0, "rate": 1e-2}
-    fitted = fit(model, TEXT, out=tmp_path, progress=said.append, **options)
-    trained = [state for state in said if state.hits]
-    assert fitted.loss < 0.7 * trained[0].loss
-    assert sum(fitted.hits) > sum(trained[0].hits)
-    moved = {
-        name
-        for name, weight in fitted.model.program.weights.items()
-        if not torch.equal(weight.load(), program.weights[name].load())
-    }
-    assert {f"{LAYER}.cross_attn.q_proj.weight", "glide.lm_head.weight"} <= moved
-    assert all(name.startswith("glide.") for name in moved)
-
-
-# -- sampling
-
-
-def test_samples_follow_the_targets_distribution() -> None:
-    vocab = 6
-    start = tiny_llama(vocab=vocab, seed=3)
-    program = drafting(DraftGlide(vocabulary=4), named("tree_sampled", widths=(2, 1)), start)
-    executable = compile(program, EAGER)
-    exact = {}
-    for tokens in itertools.product(range(vocab), repeat=3):
-        logits = whole(program, "step", [3, *tokens])["logits"][0]
-        exact[tokens] = float(logits.softmax(-1)[[0, 1, 2], list(tokens)].prod())
-    drawn: Counter = Counter()
-    kept = 0
-    generator = torch.Generator().manual_seed(1)
-    asked: dict[str, Any] = {"do_sample": True, "top_k": 0, "eos_token_id": []}
-    for _ in range(2):
-        result = generate(
-            executable,
-            torch.full((250, 1), 3),
-            max_new_tokens=3,
-            generator=generator,
-            return_dict_in_generate=True,
-            **asked,
-        )
-        drawn.update(map(tuple, result.sequences[:, 1:].tolist()))
-        kept += result.stats.accepted_tokens
-    assert_distributed(drawn, exact)
-    assert kept > 50
 
 
 # -- what is refused

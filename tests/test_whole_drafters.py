@@ -19,9 +19,12 @@ import graftwork as gw
 from graftwork.backends import compile
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.falcon.graph import DraftFalcon
+from graftwork.passes.drafting.glide.graph import DraftGlide
+from graftwork.passes.drafting.mixture.graph import DraftMixture
 from graftwork.training import FitState, fit
 from graftwork.training.fit import accepted_per_step
 
+CAPE = named("tree_widened", depth=3)
 BEST = named("tree_best_first", nodes=9, depth=3, width=3)
 BLOCKS = named(
     "tree_static",
@@ -31,6 +34,8 @@ BLOCKS = named(
 CASES = {
     "fspad": Case((DraftEagle(levels=3, sampled=True, apart=True),), BEST, "fspad"),
     "falcon": Case((DraftFalcon(levels=4, block=2),), BLOCKS, "falcon"),
+    "glide": Case((DraftGlide(levels=3, block=3, aim="distribution"),), CAPE, "glide"),
+    "mixture": Case((DraftMixture(levels=3, block=3, longest=3),), BEST, "mixture_of_attentions"),
 }
 BACKENDS = ["eager", "onnxruntime:cpu:float32", "torch:cpu:float32"]
 

@@ -132,9 +132,10 @@ class Net:
         return run
 
     def _visible(self, fn: Function) -> tuple[str, ...]:
-        """Outputs for objectives: all but caches and token choices."""
+        """Outputs for objectives: all but caches of its own and token choices."""
         states = self.program.states
         none = {name for name, state in states.items() if state.part != "hidden"}
+        none -= set(self.program.lent_by(fn.name)) if fn.name in self.program.functions else set()
         none |= {"draft_tokens", "draft_scores", "argmax"}
         return tuple(name for name in fn.outputs if name not in none)
 

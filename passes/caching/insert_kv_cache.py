@@ -79,9 +79,8 @@ class InsertKvCache(Pass):
             if found := len(function.calls(*MIXERS)):
                 functions[name] = _cached(function, states, encodes=name == encoder)
                 count += found
-        cached = program.replace(states=states, stage="cached")
-        functions = bind_target_states(cached, functions)
-        return Outcome(cached.replace(functions=functions), count)
+        cached = program.replace(functions=functions, states=states, stage="cached")
+        return Outcome(bind_target_states(cached), count)
 
 
 def _cached(function: Function, states: dict[str, State], *, encodes: bool) -> Function:

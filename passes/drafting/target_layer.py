@@ -42,23 +42,26 @@ class TargetLayer:
     def of(cls, graft: Graft, number: int | None = None) -> TargetLayer:
         """The layer of this number; None: the last one that attends. Errors: `PassError` that
         lists the layers that attend."""
-        layers = {cls._number(node): node for node in graft.step.calls(G.attention.default)}
-        if not layers:
-            raise PassError(
-                f"{graft.owner}: no layer of step attends to the text (graftwork.attention): there "
-                f"are no keys and values to read"
-            )
+        layers = {layer.number: layer for layer in cls.every(graft)}
         number = max(layers) if number is None else number
         if number not in layers:
             raise PassError(
                 f"{graft.owner}: no attention in layer {number} of the target; there is in "
-                f"{', '.join(map(str, sorted(layers)))}"
+                f"{', '.join(map(str, layers))}"
             )
-        return cls(number, layers[number])
+        return layers[number]
 
-    @staticmethod
-    def _number(node: torch.fx.Node) -> int:
-        return int(node.kwargs["layer"])  # type: ignore[arg-type]
+    @classmethod
+    def every(cls, graft: Graft) -> list[TargetLayer]:
+        """All layers that attend, in order. Errors: `PassError` if there is none."""
+        nodes = graft.step.calls(G.attention.default)
+        if not nodes:
+            raise PassError(
+                f"{graft.owner}: no layer of step attends to the text (graftwork.attention): there "
+                f"are no keys and values to read"
+            )
+        found = [cls(int(node.kwargs["layer"]), node) for node in nodes]  # type: ignore[arg-type]
+        return sorted(found, key=lambda layer: layer.number)
 
     @property
     def heads(self) -> int:
@@ -91,17 +94,31 @@ class TargetLayer:
     ) -> torch.fx.Node:
         """What x [B,T,M] finds in the layer's rows, [B,T,M]. positions i64[B,T]; name: prefix of
         the weights. See the module docstring."""
-        key, value = (self.rows(graft, part) for part in ("key", "value"))
-        seen = graft.fn.taking(SEEN, INPUTS[SEEN].type)
-        dim, wide = (int(str(type_of(rows).dims[3])) for rows in (key, value))
-        query = graft.linear(x, f"{name}.q_proj", self.heads * dim, bias=False)
-        query = graft.call(A.reshape.default, query, [B, T, self.heads, dim])
-        query = graft.call(A.permute.default, query, [0, 2, 1, 3])
-        angles = self.angles(graft, positions)
-        query = query if angles is None else angles.rotate(graft, query)
+        rows = self.rows(graft, "key"), self.rows(graft, "value")
         window = arguments(self.attention)["window"]
-        how = {"scale": dim**-0.5, "window": window}
-        y = graft.call(G.target_attention.default, query, key, value, seen, **how)
-        y = graft.call(A.permute.default, y, [0, 2, 1, 3])
-        y = graft.call(A.reshape.default, y, [B, T, self.heads * wide])
-        return graft.linear(y, f"{name}.o_proj", int(str(type_of(x).dims[-1])), bias=False)
+        return asked(graft, x, rows, self.heads, self.angles(graft, positions), name, window)
+
+
+def asked(
+    graft: Graft,
+    x: torch.fx.Node,
+    rows: tuple[torch.fx.Node, torch.fx.Node],
+    heads: int,
+    angles: Angles | None,
+    name: str,
+    window: int | None = None,
+) -> torch.fx.Node:
+    """What x [B,T,M] finds in rows, [B,T,M]: keys f[B,G,N,D] and values f[B,G,N,E], as many as
+    ``seen`` says. angles: of the queries. name: prefix of the weights."""
+    key, value = rows
+    seen = graft.fn.taking(SEEN, INPUTS[SEEN].type)
+    dim, wide = (int(str(type_of(part).dims[3])) for part in rows)
+    query = graft.linear(x, f"{name}.q_proj", heads * dim, bias=False)
+    query = graft.call(A.reshape.default, query, [B, T, heads, dim])
+    query = graft.call(A.permute.default, query, [0, 2, 1, 3])
+    query = query if angles is None else angles.rotate(graft, query)
+    how = {"scale": dim**-0.5, "window": window}
+    y = graft.call(G.target_attention.default, query, key, value, seen, **how)
+    y = graft.call(A.permute.default, y, [0, 2, 1, 3])
+    y = graft.call(A.reshape.default, y, [B, T, heads * wide])
+    return graft.linear(y, f"{name}.o_proj", int(str(type_of(x).dims[-1])), bias=False)

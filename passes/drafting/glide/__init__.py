@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from ....ir.plan import CachedDraft, record
 from ....ir.plan.bounds import Levels
 from ....runtime.speculate.proposers.base import PROPOSERS
@@ -46,3 +48,14 @@ class GlideProposer(CachedProposer):
     """As any layer with a cache, whose tokens see the target's rows of the committed text."""
 
     record: GlideDraft
+
+
+def rows_seen(width: int, block: int) -> torch.Tensor:
+    """i64[T], how many of the target's rows each token of a text sees. Blocks begin at its second
+    token.
+
+    >>> rows_seen(8, 3).tolist()
+    [0, 1, 1, 1, 4, 4, 4, 7]
+    """
+    places = torch.arange(width)
+    return torch.where(places > 0, 1 + (places - 1) // block * block, 0)

@@ -8,10 +8,8 @@ Of the draft's own rows they see all before them.
 
 from __future__ import annotations
 
-import torch
-
 from ....training.objectives.base import Batch, Loss, Run, distilled, hit_rate, objective
-from . import GlideDraft
+from . import GlideDraft, rows_seen
 
 
 @objective(GlideDraft)
@@ -25,14 +23,3 @@ def glide_loss(record: GlideDraft, run: Run, batch: Batch) -> Loss:
     levels = [slice(level, None, record.block) for level in range(record.block)]
     hits = [hit_rate(student[:, some], best[:, some], 0) for some in levels]
     return Loss(distilled(student, wanted, 0), hits)
-
-
-def rows_seen(width: int, block: int) -> torch.Tensor:
-    """i64[T], how many of the target's rows each token of a text sees. Blocks begin at its second
-    token.
-
-    >>> rows_seen(8, 3).tolist()
-    [0, 1, 1, 1, 4, 4, 4, 7]
-    """
-    places = torch.arange(width)
-    return torch.where(places > 0, 1 + (places - 1) // block * block, 0)
