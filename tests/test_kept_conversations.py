@@ -31,6 +31,7 @@ from graftwork.passes.caching.share_prefix import SharePrefix
 from graftwork.passes.depth.skip_layers import SkipLayers
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_model import DraftModel
+from graftwork.passes.drafting.falcon.graph import DraftFalcon
 from graftwork.passes.drafting.fuse_draft import FuseDraft
 from graftwork.passes.drafting.recycling import RecyclingDraft
 from graftwork.passes.drafting.suffix import SuffixDraft
@@ -86,6 +87,7 @@ MODELS: dict[str, Callable[[], Program]] = {
     "sharing": lambda: with_plan(SharePrefix().run(plain()).program, draft=SuffixDraft(tokens=5)),
     "eagle": lambda: drafting(DraftEagle()),
     "eagle chain": lambda: drafting(DraftEagle(), UnrollDraft(), FuseDraft()),
+    "falcon": lambda: drafting(DraftFalcon()),
     "model": lambda: drafting(DraftModel(model="same")),
     "staged": lambda: drafting(DraftModel(model="same", drafter="suffix(tokens=4)")),
 }

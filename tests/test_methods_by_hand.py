@@ -340,7 +340,7 @@ def test_aims_by_hand() -> None:
 
 PAPERS = {
     "distribution": """clover gumiho ppd jakiro kangaroo hydra_plus_plus eagle eagle2 eagle3
-        eagle_chain fspad falcon mixture_of_attentions""",
+        eagle_chain fspad falcon mixture_of_attentions hidden_transfer""",
     "text": """layerskip eesd amphista redrafter mlp_speculator s3d medusa hydra blockwise dflash
         pard p_eagle mtp glide""",
 }

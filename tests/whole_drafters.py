@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
 
 EAGER = Target("eager", "cpu")
-SAID, LENGTH = [0, 1, 2, 0], 3
+SAID, LENGTH = [0, 1, 2, 0], 5
 
 
 @dataclass(frozen=True)
@@ -58,16 +57,10 @@ def assert_own_text(case: Case, target: str, *, int8: bool = False) -> None:
 def sampled_from(case: Case) -> tuple[Program, dict[tuple[int, ...], float]]:
     """A program of four tokens that drafts so, and how likely each continuation of `SAID` is."""
     start = tiny_llama(4, vocab=4)
-    chances: dict[tuple[int, ...], float] = {}
-    for tokens in itertools.product(range(4), repeat=LENGTH):
-        probs = _said(start, [*SAID, *tokens])
-        chance = 1.0
-        for place, token in enumerate(tokens):
-            chance *= float(probs[len(SAID) - 1 + place, token])
-        chances[tokens] = chance
-    return case.program(start=start), chances
-
-
-def _said(program: Program, tokens: Sequence[int]) -> torch.Tensor:
-    given = {"tokens": torch.tensor([tokens]), "positions": torch.arange(len(tokens))[None]}
-    return run(program, "step", given)["logits"][0].softmax(-1)
+    every = torch.tensor(list(itertools.product(range(4), repeat=LENGTH)))
+    texts = torch.cat([torch.tensor(SAID).expand(len(every), -1), every], 1)
+    steps = torch.arange(texts.shape[1]).expand(texts.shape)
+    logits = run(start, "step", {"tokens": texts, "positions": steps})["logits"]
+    said = logits[:, len(SAID) - 1 : -1].softmax(-1).gather(-1, every[..., None])
+    chances = zip(map(tuple, every.tolist()), said.prod(1)[:, 0].tolist(), strict=True)
+    return case.program(start=start), dict(chances)

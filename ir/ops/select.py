@@ -27,6 +27,29 @@ def pick_rows(x: Tensor, select: Tensor) -> Tensor:
     return x.gather(1, select[:, :, None].expand(-1, -1, x.shape[2]))
 
 
+def _followed_samples() -> Iterator[Sample]:
+    own = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 1]], dtype=torch.bool)
+    tree = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool)
+    for ancestors in (None, tree.expand(2, 4, 4)):
+        yield (torch.randn(2, 4, 3), own, ancestors), {}
+
+
+@op("x: any BTH, own: bool BT, ancestors: bool BTT -> BTH", samples=_followed_samples)
+def followed_rows(x: Tensor, own: Tensor, ancestors: Tensor | None) -> Tensor:
+    """The state of the nearest token of the step that each one continues and that is the text's
+    own, or a draft's; of such a token, its state itself.
+
+    ``%y: f32[B,T,H] = graftwork.followed_rows(%x, %own, None)``
+
+    x [B,T,H]; own bool[B,T]; ancestors bool[B,T,T], the causal order if it is None. A token that
+    follows none gets the first one's.
+    """
+    steps = torch.arange(own.shape[1], device=own.device)
+    before = (steps[:, None] >= steps[None, :])[None] if ancestors is None else ancestors
+    nearest = torch.where(before & own[:, None, :], steps, 0).amax(-1)
+    return x.gather(1, nearest[:, :, None].expand(-1, -1, x.shape[2]))
+
+
 def _read_samples() -> Iterator[Sample]:
     yield (torch.randn(2, 1, 9, 3), torch.tensor([0, 5]), torch.tensor([[0], [3]])), {}
     yield (torch.randn(1, 1, 9, 3), torch.tensor([4]), torch.tensor([[0, 1, 2, 2]])), {}

@@ -61,6 +61,16 @@ def reading_prompts(
     return weight
 
 
+def clamped_tokens(fn: Function, vocabulary: int, owner: str) -> torch.fx.Node:
+    """Let a function take ids beyond the vocabulary, whose embeddings are some of it, in place: the
+    ids that are looked up. Errors: as `reading_prompts`."""
+    looked_up, tokens = _lookup(fn, owner), fn.input("tokens")
+    with fn.graph.inserting_before(looked_up):
+        known = fn.call(A.clamp.default, tokens, 0, vocabulary - 1)
+    looked_up.update_arg(looked_up.args.index(tokens), known)
+    return known
+
+
 def _lookup(fn: Function, owner: str) -> torch.fx.Node:
     """The one node that looks the tokens up."""
     users, found = list(fn.input("tokens").users), token_look_ups(fn)

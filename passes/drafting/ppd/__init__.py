@@ -26,33 +26,27 @@ from ....runtime.speculate.proposers.base import PROPOSERS, ByDepth
 from ....runtime.speculate.setting import Setting
 
 
-@record
 @dataclass(frozen=True)
-class PromptDraft(LearningDraft):
-    """Prompt tokens behind the nodes of a draft, which predict the places ahead (PPD).
+class RidingDraft(LearningDraft):
+    """Base of drafters whose tokens ride behind the nodes of a draft and predict the places ahead.
 
     The step takes the ids vocabulary + 0, 1, ... for them, and returns the best ``draft_tokens``
-    and ``draft_scores`` (log probabilities) [B,S,K] after every token. weight: f[prompts,H], their
-    trained embeddings. prompts: in a row behind a node, and so the places that are predicted.
-    after: nodes that get some, the root counted: those where verification will likeliest end.
-    decay: in training, the weight of level d's loss is decay^d.
+    and ``draft_scores`` (log probabilities) [B,S,K] after every token. prompts: in a row behind a
+    node, and so the places that are predicted. after: nodes that get some, the root counted: those
+    where verification will likeliest end. decay: in training, the weight of level d's loss is
+    decay^d.
     """
 
-    weight: Filled[str] = "ppd.prompts"
     prompts: Levels = 3
     after: Nodes = 8
     decay: Factor = 0.8
     trained: Filled[bool] = False
-    kind: ClassVar[str] = "prompts"
     grows: ClassVar[bool] = True
     branches: ClassVar[bool] = True
     reads: ClassVar[tuple[str, ...]] = ("draft_tokens", "draft_scores")
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         yield plan.step.plain, {"draft_tokens": ("", "", "K"), "draft_scores": ("", "", "K")}
-
-    def looks_up(self) -> Iterator[tuple[str, bool, tuple[Size, ...]]]:
-        yield self.weight, False, (self.prompts, "")
 
     @property
     def levels(self) -> int:
@@ -61,6 +55,19 @@ class PromptDraft(LearningDraft):
     def riders(self, nodes: int) -> int:
         """`prompts` for each node that gets some."""
         return self.prompts * min(self.after, nodes + 1)
+
+
+@record
+@dataclass(frozen=True)
+class PromptDraft(RidingDraft):
+    """Prompt tokens behind the nodes of a draft, which predict the places ahead (PPD). weight:
+    f[prompts,H], their trained embeddings."""
+
+    weight: Filled[str] = "ppd.prompts"
+    kind: ClassVar[str] = "prompts"
+
+    def looks_up(self) -> Iterator[tuple[str, bool, tuple[Size, ...]]]:
+        yield self.weight, False, (self.prompts, "")
 
 
 UNLIKELY = -30.0
@@ -75,9 +82,9 @@ class PromptProposer(ByDepth):
     -1 where none were fed. logits: f32[B,M,V] if the tree samples from whole distributions.
     """
 
-    record: PromptDraft
+    record: RidingDraft
 
-    def __init__(self, record: PromptDraft, setting: Setting) -> None:
+    def __init__(self, record: RidingDraft, setting: Setting) -> None:
         super().__init__(record, setting)
         program, self.many = self.executable.program, record.prompts
         self.vocabulary = program.info.vocab_size

@@ -13,7 +13,7 @@ import torch
 from ....training.objectives.base import Batch, Loss, Run, distilled, hit_rate, objective
 from ..dflash.objective import seen
 from ..s3d import MaskedSkippingDraft
-from . import PromptDraft
+from . import PromptDraft, RidingDraft
 
 
 @objective(PromptDraft)
@@ -23,7 +23,7 @@ def prompts_loss(record: PromptDraft, run: Run, batch: Batch) -> Loss:
 
 
 def places_loss(
-    record: PromptDraft | MaskedSkippingDraft,
+    record: RidingDraft | MaskedSkippingDraft,
     run: Run,
     batch: Batch,
     functions: tuple[str, ...] | None,
