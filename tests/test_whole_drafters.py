@@ -36,7 +36,7 @@ BLOCKS = named(
 CASES = {
     "fspad": Case((DraftEagle(levels=3, sampled=True, apart=True),), BEST, "fspad"),
     "falcon": Case((DraftFalcon(levels=4, block=2),), BLOCKS, "falcon"),
-    "glide": Case((DraftGlide(levels=3, block=3, aim="distribution"),), CAPE, "glide"),
+    "glide": Case((DraftGlide(levels=3, block=3),), CAPE, "glide"),
     "mixture": Case((DraftMixture(levels=3, block=3, longest=3),), BEST, "mixture_of_attentions"),
     "hidden_transfer": Case(
         (DraftHiddenTransfer(after=4, layers=(1, 2, 2)),), BEST, "hidden_transfer"
