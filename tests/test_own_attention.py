@@ -57,7 +57,7 @@ OUTPUTS = {
 SIZES: dict[str, dict[str, Any]] = {
     "CachedAttention": {
         **{"heads": 4, "groups": 2, "scale": 0.25, "softcap": 0.0, "window": 0, "chunk": 0},
-        **{"interleaved": 0, "threads": 2},
+        **{"interleaved": 0, "threads": 2, "repeat": 0, "first": 0, "keys": 0, "latest": 0},
     },
     **{name: {"threads": 2} | dict.fromkeys(zero_of(op), 0.25) for name, op in OWN_OPS.items()},
 }

@@ -139,10 +139,14 @@ struct Tokens {
     const int64_t* positions(int64_t b) const {
         return (of.positions ? of.positions : counted.data()) + b * of.T;
     }
+    // A token's position among the rows.
+    int64_t place_of(int64_t b, int64_t t) const {
+        return positions(b)[t] - (of.latest ? positions(b)[0] - of.past[b] : 0);
+    }
     bool is_near(int64_t place) const {
         const int64_t b = place / of.T / of.T, t = place / of.T % of.T, token = place % of.T;
         const bool follows = of.ancestors ? of.ancestors[place] != 0 : token <= t;
-        return follows && positions(b)[token] >= since(positions(b)[t]);
+        return follows && place_of(b, token) >= since(place_of(b, t));
     }
     bool reach_ends() const { return of.window || of.chunk; }
     // The first position that a token at one sees.
@@ -154,7 +158,7 @@ struct Tokens {
     Query seen(int64_t b, int64_t t) const {
         const int64_t past = of.past[b];
         Query query = {};
-        if (reach_ends()) query.first = std::min(past, since(positions(b)[t]));
+        if (reach_ends()) query.first = std::min(past, since(place_of(b, t)));
         query.open = past;
         query.end = past + of.T;
         query.marks = (reach_ends() ? near.data() : of.ancestors) + (b * of.T + t) * of.T;
@@ -188,6 +192,10 @@ struct Tokens {
         std::copy(query, query + of.D,
                   of.kept + ((b * of.H + head) * of.W + of.kept_past[b] + t) * of.D);
     }
+    // A token's key [D], of the head that a group's rows are for.
+    const float* key(int64_t b, int64_t g, int64_t t) const {
+        return of.key + (b * of.T + t) * of.key_step + g / of.repeat * of.D;
+    }
     // A group's new rows into its caches, and the queries that were kept of its heads.
     void write(int64_t group) const {
         if (of.kept && of.kept != of.past_kept) {
@@ -201,9 +209,10 @@ struct Tokens {
         keys().keep(group, past);
         values().keep(group, past);
         for (int64_t t = 0; t < of.T; t++) {
-            turn(of.key + (b * of.T + t) * of.key_step + g * of.D, b, t, space.data());
+            turn(key(b, g, t), b, t, space.data());
             keys().write(group, past + t, space.data());
-            const float* const value = of.value + (b * of.T + t) * of.value_step + g * of.E;
+            const float* const value =
+                of.value + (b * of.T + t) * of.value_step + g / of.repeat * of.E;
             std::copy(value, value + of.E, space.data());
             values().write(group, past + t, space.data());
         }
@@ -274,6 +283,26 @@ KERNEL(hadamard_rows, Turned) {
     std::copy_n(given.x, given.B * given.G * given.T * given.D, given.y);
     for (int64_t i = 0; i < given.B * given.G * given.T; i++)
         turn_by_hadamard(given.y + i * given.D, given.D);
+}
+
+void graftwork::put_rows(const Cached& of, float* new_keys, const Team& team) {
+    const Tokens tokens(of);
+    const int64_t each = of.H / of.G, row = of.D * int64_t(sizeof(float));
+    const int64_t copied = tokens.keys().is_new() || tokens.values().is_new() ? of.C : 0;
+    team.each(of.B * of.G, (of.T * (each + 2) + 2 * copied) * row, [&](int64_t group) {
+        const int64_t b = group / of.G, g = group % of.G;
+        // All rows: unlike attention, other ops may read those behind the step's.
+        tokens.keys().keep(group, of.C);
+        tokens.values().keep(group, of.C);
+        tokens.write(group);
+        for (int64_t head = g * each; head < (g + 1) * each; head++)
+            for (int64_t t = 0; t < of.T; t++)
+                tokens.turn(of.query + (b * of.T + t) * of.query_step + head * of.D, b, t,
+                            of.out + ((b * of.H + head) * of.T + t) * of.D);
+        if (g % of.repeat) return;
+        float* const to = new_keys + (b * of.G + g) / of.repeat * of.T * of.D;
+        for (int64_t t = 0; t < of.T; t++) tokens.turn(tokens.key(b, g, t), b, t, to + t * of.D);
+    });
 }
 
 void graftwork::attend(const Cached& of, const Team& team) {

@@ -24,6 +24,9 @@ struct Stored {
 // those after `past`; tables [angles, half] of a rotary embedding; ancestors [B,T,T], otherwise the
 // tokens are a chain; sinks and slopes [H]. A window, chunk or softcap of 0 is none. Queries are kept
 // as they are compared with keys, in kept [B,H,W,D] from the rows kept_past [B] on, unless it is null.
+// Every key and value is written for `repeat` heads of caches that follow one another: there are G / repeat
+// of them. latest: caches hold a text's latest rows, and the step's first token stands behind them, as far
+// as a window is concerned.
 struct Cached {
     const float *query, *key, *value;
     int64_t query_step, key_step, value_step;
@@ -43,9 +46,15 @@ struct Cached {
     float scale, softcap;
     bool interleaved;
     Stored stored;
+    int64_t repeat;
+    bool latest;
 };
 
 // Throws for rows that the caches do not have, or positions that the tables do not.
 void attend(const Cached& given, const Team& team);
+
+// `graftwork.ort_put_rows`: tokens are put into caches of floats, and nothing attends. out [B,H,T,D] and
+// new_keys [B,G/repeat,T,D] are the queries and keys, turned by their positions.
+void put_rows(const Cached& given, float* new_keys, const Team& team);
 
 }  // namespace graftwork

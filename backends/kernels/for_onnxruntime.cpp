@@ -5,7 +5,7 @@
 //   FloatLinear(x, packed, scale, offset?, codebook?, bias?; bits, group, N) -> y
 //   QuantizedExperts(x, experts, packed, scale, offset?, bias?; bits, group, span, N, E, rounded) -> y
 //   QuantizedEmbedding(ids, weight, scale, offset?, codebook?; bits, group) -> y
-//   CachedAttention, CachedQuantizedAttention: see ort_attention.h
+//   CachedAttention, CachedQuantizedAttention, PutRows: see ort_attention.h
 //   ReadRows: see ort_rows.h
 //   and those of ort_declared.h
 
@@ -257,7 +257,7 @@ extern "C" ort::Status* RegisterCustomOps(ort::Options* options, const ort::ApiB
         static ort::Domain* const domain = [&] {  // sessions use it as long as they live
             ort::Domain* const made = api->create_domain("graftwork");
             add_ops<Linear, FloatLinear, Experts, Embedding, CachedNode<false>, CachedNode<true>,
-                    ReadRows>(*api, made);
+                    CachedNode<false, false>, ReadRows>(*api, made);
             for (const DeclaredOp& op : declared_ops()) api->add_op(made, &op);
             return made;
         }();

@@ -21,6 +21,11 @@ the positions of their numbers. graftwork's takes float32; the other one equal k
 in multiples of 8 (16 where it rotates), and no chunks. An attention that is otherwise stays as it
 is.
 
+graftwork's own kernel takes heads out of wider operands (caches of some heads, see the pass
+split_heads), writes a key for several heads of a cache (`query_heads`), and knows where windows are
+in caches of the latest rows (`layer_budgets`). What another op attends over is put into the caches
+by its `ort_put_rows`, in one step with the rotation.
+
 A function may go on after its tokens, one more at a time (an unrolled chain): such an attention
 reads the cache that the one before wrote, and counts its rows from its own `past`.
 """
@@ -39,6 +44,9 @@ from ...ir import Function, TensorType, WeightStore, arguments, derivation, deri
 from ...ir.ops.attention import SPANS
 from . import ops  # noqa: F401  (defines ort_gqa and ort_attend)
 from .calls import source_of
+from .heads import Heads, heads_of, latest_of
+from .put_rows import put_rows
+from .tables import Tables, rotation_of
 from .views import TURNS, axis_order, packed_of
 
 A = torch.ops.aten
@@ -61,7 +69,8 @@ class Kernel:
     query, key and value types. turns: whether
     it rotates heads of a width by angles of half of what they turn. own_tokens: whether a function
     may feed it several tokens that are none of its inputs. counts: whether it takes counts of rows
-    where others take `past`. chunks: whether tokens may see their own chunk alone.
+    where others take `past`. chunks: whether tokens may see their own chunk alone. picks: whether
+    it takes heads out of wider operands, and looks back from where the latest rows stand.
     """
 
     ops: Mapping[Any, Any]
@@ -71,6 +80,7 @@ class Kernel:
     own_tokens: bool
     counts: bool
     chunks: bool
+    picks: bool
 
 
 def _takes_alike(query: TensorType, key: TensorType, value: TensorType) -> bool:
@@ -94,6 +104,7 @@ GQA = Kernel(
     own_tokens=False,
     counts=True,
     chunks=False,
+    picks=False,
 )
 OWN = Kernel(
     {
@@ -106,6 +117,7 @@ OWN = Kernel(
     own_tokens=True,
     counts=False,
     chunks=True,
+    picks=True,
 )
 
 
@@ -121,16 +133,9 @@ def lower_attention(
         found = _match(fn, node, kernel)
         if found is not None:
             lowering.replace(found)
+    if kernel.picks:
+        put_rows(fn, lowering.flat, lowering.table)
     return lowering.weights
-
-
-@dataclass
-class _Tables:
-    """Where a rotary embedding's angles come from: weights [context, R/2] and their dtype."""
-
-    cos: torch.fx.Node
-    sin: torch.fx.Node
-    interleaved: bool
 
 
 @dataclass
@@ -141,13 +146,14 @@ class _Found:
     query: torch.fx.Node
     key: torch.fx.Node
     value: torch.fx.Node
+    heads: tuple[Any, Any]
     writes: tuple[torch.fx.Node, ...]
     past: torch.fx.Node
     positions: torch.fx.Node
     ancestors: torch.fx.Node | None
     slopes: torch.fx.Node | None
     sinks: torch.fx.Node | None
-    tables: _Tables | None
+    tables: Tables | None
     options: dict[str, Any]
     keeping: torch.fx.Node | None
     """The write that keeps the queries, if the kernel can do it."""
@@ -170,6 +176,8 @@ def _match(fn: Function, node: torch.fx.Node, kernel: Kernel) -> _Found | None:
         return None
     masked = arguments(mask)
     past, positions = masked["past"], masked["positions"]
+    latest = latest_of(positions, past) if kernel.picks else None
+    positions = positions if latest is None else latest
     if masked["row_positions"] is not None:  # kernels take a row's number for its position
         return None
     if masked["chunk"] is not None and not kernel.chunks:
@@ -179,7 +187,7 @@ def _match(fn: Function, node: torch.fx.Node, kernel: Kernel) -> _Found | None:
         return None  # made for any batch, where biases are for one sequence
     if {write["past"] for write in written} != {past}:
         return None
-    fed = past is fn.input("past") and positions is fn.input("positions")
+    fed = past is fn.input("past") and masked["positions"] is fn.input("positions")
     if not fed and not kernel.own_tokens and type_of(given["q"]).dims[2] != 1:
         return None
     if not kernel.takes(*map(type_of, (given["q"], new_key, new_value))):
@@ -187,17 +195,22 @@ def _match(fn: Function, node: torch.fx.Node, kernel: Kernel) -> _Found | None:
     if not _fits(given["q"], writes, node):
         return None
     slopes = _slopes(given["bias"], past, positions)
-    if given["bias"] is not None and slopes is None:
+    if given["bias"] is not None and (slopes is None or latest is not None):
         return None
-    query, key, tables = _rotation(given["q"], new_key, positions, kernel)
+    whole = heads_of(given["q"], new_key, new_value) if kernel.picks else None
+    whole = whole or Heads(given["q"], new_key, new_value)
+    query, key, tables = rotation_of(whole.q, whole.k, positions, kernel.turns)
     how = ("scale", "softcap", "bits", "turned")
-    options = {name: given[name] for name in how if name in given}
+    options = {name: given[name] for name in how if name in given} | whole.options
+    if latest is not None:
+        options["latest"] = True
     options |= {name: masked[name] for name in SPANS}
     return _Found(
         node=node,
         query=query,
         key=key,
-        value=new_value,
+        value=whole.v,
+        heads=(type_of(given["q"]).dims[1], type_of(new_key).dims[1]),
         writes=tuple(writes),
         past=past,
         positions=positions,
@@ -265,35 +278,6 @@ def _slopes(bias: Any, past: Any, positions: Any) -> torch.fx.Node | None:
     return given["slopes"] if fits else None
 
 
-def _rotation(
-    q: torch.fx.Node, k: torch.fx.Node, positions: torch.fx.Node, kernel: Kernel
-) -> tuple[torch.fx.Node, torch.fx.Node, _Tables | None]:
-    """Query and key before their rotary embedding, and its tables, if the kernel can apply it."""
-    apart = (q, k, None)
-    if q.target is not G.rotary.default or k.target is not G.rotary.default:
-        return apart
-    of_q, of_k = arguments(q), arguments(k)
-    if any(of_q[name] != of_k[name] for name in ("cos", "sin", "interleaved")):
-        return apart
-    cos, sin = (_table(of_q[name], positions) for name in ("cos", "sin"))
-    if cos is None or sin is None:
-        return apart
-    width, half = type_of(q).dims[3], type_of(cos).dims[1]
-    if not isinstance(width, int) or not isinstance(half, int) or not kernel.turns(width, half):
-        return apart
-    return of_q["x"], of_k["x"], _Tables(cos, sin, bool(of_q["interleaved"]))
-
-
-def _table(node: Any, positions: torch.fx.Node) -> torch.fx.Node | None:
-    """The weight that `node` looks the positions up in."""
-    while node.target is A._to_copy.default:
-        node = node.args[0]
-    if node.target is not A.embedding.default or node.args[1] is not positions:
-        return None
-    table = node.args[0]
-    return table if table.op == "get_attr" else None
-
-
 class _Lowering:
     def __init__(self, fn: Function, weights: WeightStore, kernel: Kernel, counted: bool) -> None:
         self.fn, self.weights, self.kernel, self.counted = fn, weights, kernel, counted
@@ -336,7 +320,7 @@ class _Lowering:
         fn, site = self.fn, site_of(found.node)
         dtype = type_of(found.query).dtype
         caches = [w.args[0] for w in found.writes]
-        heads, groups = type_of(found.query).dims[1], type_of(found.key).dims[1]
+        heads, groups = found.heads
         with fn.graph.inserting_before(found.node):
             counts = self.counts(found)
             pieces = [self.flat(x) for x in (found.query, found.key, found.value)]

@@ -107,6 +107,11 @@ def _attend_samples() -> Iterator[Sample]:
     whole = (packed, None, None, *caches, past, positions, *tables, tree)
     yield whole, options | {"window": 3, "softcap": 2.0, "interleaved": True}
     yield (*whole, torch.randn(heads), torch.rand(heads)), options
+    one = [cache[:, :1] for cache in caches]
+    own = {"heads": 2, "groups": 1, "scale": 0.25, "first": 1, "keys": 2}
+    yield (packed, None, None, *one, past, positions, *tables), own | {"window": 3, "latest": True}
+    wider = [cache.repeat(1, 2, 1, 1) for cache in caches]
+    yield (query, key, value, *wider, past), options | {"groups": 4, "repeat": 2}
 
 
 @op(
@@ -134,6 +139,10 @@ def ort_attend(
     softcap: float | None = None,
     interleaved: bool = False,
     chunk: int | None = None,
+    repeat: int = 1,
+    first: int = 0,
+    keys: int | None = None,
+    latest: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """graftwork's own CachedAttention: rotary embedding, two cache writes and attention in one.
 
@@ -144,23 +153,27 @@ def ort_attend(
     concatenation. Caches past_key [B,G,C,D], past_value [B,G,C,E]; past i64[B]. positions i64[B,T],
     None: past, past + 1, ...; cos, sin tables [context,R/2], or None for no rotary embedding;
     ancestors, sinks, slopes, window, chunk, softcap as in `step_mask`, `attend` and `alibi`.
-    Returns the attended values and both caches.
+    repeat: of these caches' heads hold each key and value. first, keys: where the operands have
+    `keys` heads of keys, and as many of queries and values as belong to them, these are for the
+    heads from `first` on. latest: caches hold the latest rows of a text, and the step's first token
+    stands behind them as far as `window` is concerned. Returns the attended values and both caches.
     """
     given = query, key, value, past, positions, cos, sin
     sizes = heads, groups, past_key.shape[3], past_value.shape[3]
-    q, k, v, positions = _turned(*given, sizes, interleaved)
-    keys, values = cache_write(past_key, k, past), cache_write(past_value, v, past)
+    q, k, v, positions = _turned(*given, sizes, interleaved, (repeat, first, keys))
+    placed = _placed(positions, past) if latest else positions
+    written, values = cache_write(past_key, k, past), cache_write(past_value, v, past)
     reach = {"window": window, "chunk": chunk}
-    mask = step_mask(past, positions, ancestors, past_key.shape[2], **reach)
+    mask = step_mask(past, placed, ancestors, past_key.shape[2], **reach)
     bias = None if slopes is None else alibi(slopes, past, positions, past_key.shape[2])
-    out = attend(q, keys, values, mask, bias, sinks, scale=scale, softcap=softcap)
-    return out.transpose(1, 2).flatten(2), keys, values
+    out = attend(q, written, values, mask, bias, sinks, scale=scale, softcap=softcap)
+    return out.transpose(1, 2).flatten(2), written, values
 
 
 def _keeping_samples() -> Iterator[Sample]:
     for args, options in _attend_samples():
         given = list(args) + [None] * (12 - len(args))
-        kept = torch.randn(2, 4, 9, 12)
+        kept = torch.randn(2, options["heads"], 9, 12)
         yield (*given[:6], kept, torch.tensor([6, 0]), *given[6:]), options
 
 
@@ -192,6 +205,10 @@ def ort_attend_keeping(
     softcap: float | None = None,
     interleaved: bool = False,
     chunk: int | None = None,
+    repeat: int = 1,
+    first: int = 0,
+    keys: int | None = None,
+    latest: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`ort_attend` that puts its queries, as they are compared with keys, into a state, too.
 
@@ -205,12 +222,63 @@ def ort_attend_keeping(
     """
     given = query, key, value, past, positions, cos, sin
     sizes = heads, groups, past_key.shape[3], past_value.shape[3]
-    q = _turned(*given, sizes, interleaved)[0]
+    q = _turned(*given, sizes, interleaved, (repeat, first, keys))[0]
     how: dict[str, Any] = {"heads": heads, "groups": groups, "scale": scale, "window": window}
-    how |= {"softcap": softcap, "interleaved": interleaved, "chunk": chunk}
+    how |= {"softcap": softcap, "interleaved": interleaved, "chunk": chunk, "latest": latest}
+    how |= {"repeat": repeat, "first": first, "keys": keys}
     before = query, key, value, past_key, past_value, past, positions, cos, sin
     done: tuple[Tensor, ...] = ort_attend(*before, ancestors, sinks, slopes, **how)
     return done[0], done[1], done[2], cache_write(kept, q, kept_past)
+
+
+def _put_samples() -> Iterator[Sample]:
+    names = ("heads", "groups", "interleaved", "repeat", "first", "keys")
+    for args, options in _attend_samples():
+        yield args[:9], {name: options[name] for name in names if name in options}
+
+
+@op(
+    "query: BTQ, past_key: BGCD, past_value: BGCE, past: i64 B, H = heads, N = groups // repeat "
+    "-> BHTD, past_key, past_value, BNTD",
+    samples=_put_samples,
+)
+def ort_put_rows(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    past_key: Tensor,
+    past_value: Tensor,
+    past: Tensor,
+    positions: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    heads: int,
+    groups: int,
+    interleaved: bool = False,
+    repeat: int = 1,
+    first: int = 0,
+    keys: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `ort_attend` does before tokens attend: graftwork's own PutRows, for other attentions.
+
+    ``%a: (f32[B,H,T,D], f32[B,G,C,D], f32[B,G,C,E], f32[B,G,T,D]) = graftwork.ort_put_rows(%qkv,
+    None, None, %kv.0.key, %kv.0.value, %past, %positions, @cos, @sin, heads=8, groups=2)``
+
+    query, key, value, past_key, past_value, past, positions, cos, sin and all options as in
+    `ort_attend`. Returns the queries, turned by their positions, both caches with the new rows
+    behind `past`, and the new keys, turned likewise.
+    """
+    sizes = heads, groups, past_key.shape[3], past_value.shape[3]
+    given, of = (query, key, value, past, positions, cos, sin), (repeat, first, keys)
+    q, k, v, _ = _turned(*given, sizes, interleaved, of)
+    caches = cache_write(past_key, k, past), cache_write(past_value, v, past)
+    return q.contiguous(), *caches, k[:, ::repeat].contiguous()
+
+
+def _placed(positions: Tensor, past: Tensor) -> Tensor:
+    """Positions of a step whose first token has as many rows before it."""
+    return positions - (positions[:, :1] - past[:, None])
 
 
 def _turned(
@@ -223,17 +291,24 @@ def _turned(
     sin: Tensor | None,
     sizes: tuple[int, int, int, int],
     interleaved: bool,
+    of: tuple[int, int, int | None] = (1, 0, None),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query, key and value by heads, turned by positions, and these. sizes: heads, groups, D, E."""
+    """Query, key and value by heads, turned by positions, and these. sizes: heads, groups, D, E.
+    of: repeat, first and keys of `ort_attend`."""
     batch, width = query.shape[:2]
     heads, groups, dim, wide = sizes
+    repeat, first, keys = of
+    own = groups // repeat
+    keys, each = keys or own, heads // own
     if positions is None:
         positions = past[:, None] + torch.arange(width, device=query.device)
     if key is None or value is None:
-        query, key, value = query.split([heads * dim, groups * dim, groups * wide], dim=-1)
-    q = query.reshape(batch, width, heads, dim).transpose(1, 2)
-    k = key.reshape(batch, width, groups, dim).transpose(1, 2)
-    v = value.reshape(batch, width, groups, wide).transpose(1, 2)
+        query, key, value = query.split([keys * each * dim, keys * dim, keys * wide], dim=-1)
+    q = query.reshape(batch, width, keys * each, dim).transpose(1, 2)
+    q = q[:, first * each : first * each + heads]
+    k = key.reshape(batch, width, keys, dim).transpose(1, 2)[:, first : first + own]
+    v = value.reshape(batch, width, keys, wide).transpose(1, 2)[:, first : first + own]
+    k, v = (x.repeat_interleave(repeat, 1) if repeat > 1 else x for x in (k, v))
     if cos is not None and sin is not None:
         q = rotary(q, cos[positions], sin[positions], interleaved=interleaved)
         k = rotary(k, cos[positions], sin[positions], interleaved=interleaved)
@@ -243,6 +318,8 @@ def _turned(
 def _quantized_samples() -> Iterator[Sample]:
     for bits, turned in ((8, False), (4, True)):
         for args, options in _attend_samples():
+            if options["groups"] != 2:
+                continue
             caches = [torch.randn(2, 2, 12, 16) for _ in "kv"]
             stored = [quantize_rows(cache, bits=bits, turned=turned) for cache in caches]
             codes, steps = zip(*stored, strict=True)
@@ -282,6 +359,10 @@ def ort_attend_quantized(
     softcap: float | None = None,
     interleaved: bool = False,
     chunk: int | None = None,
+    repeat: int = 1,
+    first: int = 0,
+    keys: int | None = None,
+    latest: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`ort_attend` with caches as `quantize_rows` stores them.
 
@@ -289,26 +370,28 @@ def ort_attend_quantized(
     None, %kc, %vc, %ks, %vs, %past, %positions, @cos, @sin, heads=8, groups=2, bits=4,
     turned=True, scale=0.125)``
 
-    query, key, value, past, positions, cos, sin, ancestors, sinks, slopes, window, chunk and
-    softcap as there; past_key u8[B,G,C,D*bits/8], past_value u8[B,G,C,E*bits/8], and their steps
+    query, key, value, past, positions, cos, sin, ancestors, sinks, slopes and all options as
+    there; past_key u8[B,G,C,D*bits/8], past_value u8[B,G,C,E*bits/8], and their steps
     past_key_steps, past_value_steps f32[B,G,C,2]. Returns the attended values and the caches, in
     this order.
     """
     dim, wide = (cache.shape[3] * 8 // bits for cache in (past_key, past_value))
     given = query, key, value, past, positions, cos, sin
-    q, k, v, positions = _turned(*given, (heads, groups, dim, wide), interleaved)
+    sizes, of = (heads, groups, dim, wide), (repeat, first, keys)
+    q, k, v, positions = _turned(*given, sizes, interleaved, of)
+    placed = _placed(positions, past) if latest else positions
     new = [quantize_rows(rows, bits=bits, turned=turned) for rows in (k, v)]
     old = (past_key, past_key_steps), (past_value, past_value_steps)
-    keys, values = (
+    written, values = (
         [cache_write(cache, part, past) for cache, part in zip(caches, rows, strict=True)]
         for caches, rows in zip(old, new, strict=True)
     )
     reach = {"window": window, "chunk": chunk}
-    mask = step_mask(past, positions, ancestors, past_key.shape[2], **reach)
+    mask = step_mask(past, placed, ancestors, past_key.shape[2], **reach)
     bias = None if slopes is None else alibi(slopes, past, positions, past_key.shape[2])
     how = {"bits": bits, "turned": turned, "scale": scale, "softcap": softcap}
-    out = attend_quantized(q, *keys, *values, mask, bias, sinks, **how)
-    return out.transpose(1, 2).flatten(2), keys[0], values[0], keys[1], values[1]
+    out = attend_quantized(q, *written, *values, mask, bias, sinks, **how)
+    return out.transpose(1, 2).flatten(2), written[0], values[0], written[1], values[1]
 
 
 def _layer_samples() -> Iterator[Sample]:

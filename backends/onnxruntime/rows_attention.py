@@ -107,6 +107,16 @@ def _keeping_attention(e: Emitter, query: oir.Value, key: Any, value: Any, *more
     return e.own("CachedAttention", *operands, **how, threads=e.threads, outputs=4)
 
 
+@row(G.ort_put_rows.default, native=True)
+def _put_rows(e: Emitter, query: oir.Value, key: Any, value: Any, *more: Any) -> Any:
+    zeros = zero_of(all_ops()["ort_put_rows"])
+    caches, behind = more[:3], more[3 : len(more) - len(zeros)]
+    how: dict[str, Any] = {"scale": 0.0, "softcap": 0.0, "window": 0, "chunk": 0, "latest": 0}
+    how |= {name: int(given or 0) for name, given in zip(zeros, more[-len(zeros) :], strict=True)}
+    operands = query, *caches, key, value, *behind
+    return e.own("PutRows", *operands, **how, threads=e.threads, outputs=4)
+
+
 _cached_attention("ort_attend", "CachedAttention", 2)
 _cached_attention("ort_attend_quantized", "CachedQuantizedAttention", 4)
 
