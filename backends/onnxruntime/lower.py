@@ -32,7 +32,7 @@ from .decompose import decompose
 from .emit import Guard, targets_with_rows
 from .fed_rows import read_fed_rows
 from .norms import fuse_norms
-from .views import simplify_views
+from .views import join_heads, simplify_views
 
 A = torch.ops.aten
 G = torch.ops.graftwork
@@ -68,6 +68,7 @@ def lower(
     simplify_views(fn)
     if variant in KERNELS:
         weights = lower_attention(fn, weights, KERNELS[variant])
+        join_heads(fn)
     fuse_norms(fn)
     simplify_views(fn)  # attention's output comes back as a transpose of what the next op wants
     if native:

@@ -68,6 +68,35 @@ def _simpler(fn: Function, node: torch.fx.Node) -> torch.fx.Node | None:
     return _turn(source, node) if node.target in TURNS else None
 
 
+def join_heads(fn: Function) -> None:
+    """Put heads together where they lie: of ``cat([transpose(view(x)), ...], 1)``, each [B,H,T,D],
+    the values x [B,T,H*D] are put together instead. Edits in place."""
+    for node in fn.calls(A.cat.default):
+        given = arguments(node)
+        parts = [_flat(part) for part in given["tensors"]]
+        if given["dim"] != 1 or any(part is None for part in parts):
+            continue
+        batch, heads, width, dim = type_of(node).dims
+        with fn.graph.inserting_before(node):
+            flat = fn.call(A.cat.default, parts, 2, site=site_of(node))
+            spread = fn.call(A.view.default, flat, [batch, width, heads, dim], site=site_of(node))
+            joined = fn.call(A.transpose.int, spread, 1, 2, site=site_of(node))
+        node.replace_all_uses_with(joined)
+    sweep(fn)
+
+
+def _flat(node: torch.fx.Node) -> torch.fx.Node | None:
+    """x [B,T,H*D] of a node that is x as [B,H,T,D]."""
+    if node.target not in TURNS or axis_order(node) != [0, 2, 1, 3]:
+        return None
+    view = source_of(node)
+    whole = source_of(view) if view.target in RESHAPES else None
+    batch, width, heads, dim = type_of(view).dims
+    if whole is None or not isinstance(heads, int) or not isinstance(dim, int):
+        return None
+    return whole if list(type_of(whole).dims) == [batch, width, heads * dim] else None
+
+
 def _reshape(fn: Function, node: torch.fx.Node, source: torch.fx.Node) -> torch.fx.Node | None:
     root = source
     while root.target in RESHAPES:

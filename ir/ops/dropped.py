@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..support.errors import InputError
-from . import Sample, op
+from . import Native, Sample, op
 from .attention import grouped
 from .operands import Operands
 
@@ -26,7 +26,11 @@ def _features_samples() -> Iterator[Sample]:
     yield (x, inner, outer, torch.randn(2, 5, 5)), {}
 
 
-@op("x: BHTD, inner: f32 HDI, outer: f32 HIR, last: f32 HRR -> f32 BHTR", samples=_features_samples)
+@op(
+    "x: BHTD, inner: f32 HDI, outer: f32 HIR, last: f32 HRR -> f32 BHTR",
+    samples=_features_samples,
+    native=Native("BHTDIR"),
+)
 def positive_features(
     x: Tensor, inner: Tensor, outer: Tensor, last: Tensor | None = None
 ) -> Tensor:
@@ -103,6 +107,7 @@ def _read_samples() -> Iterator[Sample]:
     "features: f32 BHTR, state: f32 BGPF, positions: i64 BT, past: i64 B, H % G, E = F - 1 -> "
     "BHTE, BHT",
     samples=_read_samples,
+    native=Native("BHTRGPF"),
 )
 def read_dropped(
     features: Tensor, state: Tensor, positions: Tensor, past: Tensor

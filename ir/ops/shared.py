@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from . import Sample, op
+from . import Native, Sample, op
 from .attention import ATTEND, ATTENTION, _scores, grouped, within_reach
 
 LEAST = -1e30
@@ -71,7 +71,11 @@ def _merge_samples() -> Iterator[Sample]:
     yield (*parts, none), {}
 
 
-@op("a: BHTE, a_weight: f32 BHT, b: a BHTE, b_weight: f32 BHT -> a", samples=_merge_samples)
+@op(
+    "a: BHTE, a_weight: f32 BHT, b: BHTE, b_weight: f32 BHT -> BHTE",
+    samples=_merge_samples,
+    native=Native("BHTE"),
+)
 def merge_parts(a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor) -> Tensor:
     """Attention over the rows of two parts together.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..support.errors import InputError
 from .base import Record, Returned, record
-from .bounds import Budgets, Context, Filled, Nodes
+from .bounds import Budgets, Context, Filled, Nodes, Place
 from .contract import Contract
 from .held import First, Groups, Held, Latest, Together
 
@@ -128,8 +128,9 @@ class Evict(CacheRecord):
     holds fewer, or for which past is 0, it changes nothing. turned: the keys are rotated for the
     rows where they end up, so that a row's position is its place and texts may be endless. window:
     the capacity of states that hold the queries of the last `block` rows ("": none). always: the
-    function runs after every `block` rows, also before there are enough. capacities: of layers that
-    are left fewer rows, and budgets: how many; the function then runs always. opening: that of
+    function runs after every `block` rows, also before there are enough, from `since` rows on
+    and, for an opening, after the first block: before that it changes nothing. capacities: of
+    layers that are left fewer rows, and budgets: how many; always is then set. opening: that of
     states with the queries of the first `opening_rows` tokens ("": none). dropped: that of states
     of `dropped_rows` rows that hold what dropped ones add up to ("": none).
     """
@@ -140,6 +141,7 @@ class Evict(CacheRecord):
     turned: Filled[bool] = False
     window: Filled[str] = ""
     always: Filled[bool] = False
+    since: Filled[Place] = 0
     capacities: Filled[tuple[str, ...]] = ()
     budgets: Filled[Budgets] = ()
     opening: Filled[str] = ""
@@ -167,6 +169,11 @@ class Evict(CacheRecord):
             raise InputError(
                 f"evict: budgets={self.budgets} of capacities={self.capacities}; expected one "
                 f"each, multiples of block={self.block} below budget={self.budget}"
+            )
+        if self.since > min((*self.budgets, self.budget)) + self.block:
+            raise InputError(
+                f"evict: since={self.since}, and layers drop rows from "
+                f"{min((*self.budgets, self.budget)) + self.block} on"
             )
         if (self.budgets or more) and not self.always:
             raise InputError(

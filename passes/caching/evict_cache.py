@@ -152,13 +152,15 @@ class EvictCache(LearnedContents, RecordedContents):
                 builder.add(write)
         evict = builder.finish()
         functions[evict.name] = evict
+        always = settings.score.needs("sums") or settings.asks_opening or bool(settings.by_cache)
         record = replace(
             settings.record,
             function=evict.name,
             budget=settings.most,
             turned=settings.turned,
             window=WINDOW if builder.keeps_queries else "",
-            always=settings.score.needs("sums") or settings.asks_opening or bool(settings.by_cache),
+            always=always,
+            since=_since(settings) if always else 0,
             capacities=tuple(classes),
             budgets=tuple(classes.values()),
             opening=OPENING if settings.asks_opening else "",
@@ -195,6 +197,14 @@ class EvictCache(LearnedContents, RecordedContents):
                 yield write
         lost = [n for n, s in program.states.items() if s.grows and n not in seen]
         self.refuse(bool(lost), f"no attention reads {', '.join(lost)} as keys and values")
+
+
+def _since(settings: Settings) -> int:
+    """Rows of a text before which nothing is dropped, nor added up: 0 where all rows count."""
+    if settings.score.needs("sums"):
+        return 0
+    budgets = settings.by_cache or (settings.most,)
+    return min(budgets) + settings.record.block
 
 
 def _classes(

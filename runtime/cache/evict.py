@@ -41,7 +41,9 @@ class EvictPolicy(BlockPolicy):
         return min(self.record.most - held for held in rows)
 
     def is_due(self, rows: int) -> bool:
-        return rows == self.most or (self.record.always and rows % self.block == 0)
+        record, ends = self.record, rows % self.block == 0
+        first = bool(record.opening) and rows == self.block
+        return rows == self.most or (record.always and ends and (first or rows >= record.since))
 
     def ran(self, text: Text) -> None:
         if text.rows == self.most:
