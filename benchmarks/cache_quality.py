@@ -39,6 +39,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,22 +152,31 @@ def peak(args: argparse.Namespace, said: list[str]) -> int:
 
 
 def run_alone(args: argparse.Namespace) -> None:
-    """Print the most resident memory, in MB, while a model writes `STEPS` tokens behind a prompt
-    that fills the rest of a window."""
+    """Print the most resident memory, in MB, of a process that opens a saved model, while it writes
+    `STEPS` tokens behind a prompt that fills the rest of a window.
+
+    The same was written before: functions that drop or store rows are compiled when a text first
+    is long enough, which takes more than they do. And making the model takes more than running it.
+    """
+    target = Target.parse(args.target, threads=args.threads)
+    if args.saved is not None:
+        model = gw.load(args.saved, target=target)
+        window = torch.arange(args.length) % 1000 + 10
+        written(model, window, args.threads)
+        Path("/proc/self/clear_refs").write_text("5")  # the most that is resident begins anew
+        written(model, window, args.threads)
+        print(resident()["peak"] // MB)
+        return
     name, *options = args.alone.split(":")
-    recipe = Recipe.load(name).with_options(options)
-    target, data = Target.parse(args.target, threads=args.threads), None
+    recipe, data = Recipe.load(name).with_options(options), None
     if recipe.reads_text:
         plain = optimized_model(args.model, "baseline", args.target, args.threads)
         held = frozenset(path.resolve() for path in text_paths(args.text, args.files))
         data = calibration_ids(plain, args.calibration, held, CALIBRATION)
-        del plain
-    model = gw.optimize(args.model, recipe, target=target, data=data)
-    window = torch.arange(args.length) % 1000 + 10
-    written(model, window[: 2 * STEPS], args.threads)  # opens sessions, which packs weights
-    Path("/proc/self/clear_refs").write_text("5")  # the most that is resident begins anew
-    written(model, window, args.threads)
-    print(resident()["peak"] // MB)
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder) / "saved"
+        gw.optimize(args.model, recipe, target=target, data=data).save(saved)
+        subprocess.run([sys.executable, *sys.argv, "--saved", str(saved)], check=True)
 
 
 def bits_of(model: gw.Model) -> dict[str, float]:
@@ -262,6 +272,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path)
     parser.add_argument("--without-keys", action="store_true")
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--saved", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--alone", default="", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--svg", type=Path)

@@ -20,6 +20,9 @@ from graftwork.ir.check.verify import verify
 from graftwork.ir.inference.infer import _infer, _shapes
 from graftwork.ir.support.errors import VerifyError
 from graftwork.passes.caching.evict_cache import EvictCache
+from graftwork.passes.caching.hold_windows import HoldWindows
+from graftwork.passes.caching.read_sparse import ReadSparse
+from graftwork.passes.caching.split_heads import SplitHeads
 from graftwork.passes.engine.validate import empty_states
 
 A = torch.ops.aten
@@ -121,6 +124,61 @@ def test_the_kernel_keeps_queries_that_a_state_holds(shape: Shape) -> None:
     step = lower(program, "step", "own", native=True).function("step")
     assert len(step.calls(G.ort_attend_keeping.default)) == shape.layers
     assert not step.calls(G.attend.default, G.cache_write.default, G.rotary.default)
+
+
+def means_the_same(program: Program, rows: int) -> Function:
+    """The lowered step, which has the program's outputs; states of all classes have `rows`."""
+    torch.manual_seed(3)
+    states = {}
+    for name, state in program.states.items():
+        type = state.type.bind({"B": 2} | {symbol: rows for symbol in ("C", "C.1", "C.2")})
+        floats = type.dtype.is_floating_point
+        random = torch.randn(type.shape) if floats else torch.randint(200, type.shape)
+        states[name] = random.to(type.dtype)
+    lowered = lower(program, "step", "own", native=True)
+    inputs = step_inputs(2, "own", [5, 2]) | states
+    want = run(program, "step", only_needed(program, inputs))
+    got = run(lowered, "step", only_needed(lowered, inputs))
+    for name, expected in want.items():
+        torch.testing.assert_close(got[name], expected, rtol=1e-4, atol=1e-4)
+    return lowered.function("step")
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(rotary=0), Shape(qk_norm=True)], ids=name_of)
+def test_caches_of_single_heads_stay_in_the_kernel(shape: Shape) -> None:
+    program = SplitHeads().run(cached_llama(shape)).program
+    step = means_the_same(program, 12)
+    assert len(step.calls(G.ort_attend.default)) == shape.layers * shape.groups
+    assert not step.calls(G.attend.default, G.cache_write.default, G.rotary.default)
+    assert not step.calls(A.transpose.int) or shape.qk_norm
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(rotary=0)], ids=name_of)
+def test_caches_of_heads_of_queries_stay_in_the_kernel(shape: Shape) -> None:
+    options = {"method": "snapkv", "heads": "own", "budget": 32, "block": 16, "recent": 8}
+    program = EvictCache(**options).run(cached_llama(shape)).program
+    step = means_the_same(program, 48)
+    (call, *others) = step.calls(G.ort_attend_keeping.default)
+    assert len(others) == shape.layers - 1
+    assert call.kwargs["repeat"] == shape.heads // shape.groups
+    assert not step.calls(G.attend.default, G.cache_write.default, G.rotary.default)
+
+
+def test_windows_of_the_latest_rows_stay_in_the_kernel() -> None:
+    shape = Shape(window=3)
+    program = HoldWindows(block=8).run(cached_llama(shape)).program
+    step = means_the_same(program, 16)
+    calls = step.calls(G.ort_attend.default)
+    assert len(calls) == shape.layers and all(call.kwargs["latest"] for call in calls)
+    assert not step.calls(G.attend.default, G.rotary.default)
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(qk_norm=True)], ids=name_of)
+def test_rows_for_other_attentions_are_put_by_one_kernel(shape: Shape) -> None:
+    program = ReadSparse(pick="labels", rows=8, channels=8).run(cached_llama(shape)).program
+    step = means_the_same(program, 12)
+    assert len(step.calls(G.ort_put_rows.default)) == shape.layers
+    assert not step.calls(G.rotary.default)
 
 
 @pytest.mark.parametrize("shape", PLAIN, ids=name_of)

@@ -19,7 +19,7 @@ from tiny import in_int8
 from graftwork.backends import Target, cached_library, compile
 from graftwork.backends.onnxruntime import probe
 from graftwork.backends.onnxruntime.emit import IR_VERSION, OWN
-from graftwork.backends.onnxruntime.ops import ort_attend
+from graftwork.backends.onnxruntime.ops import ort_attend, ort_put_rows
 from graftwork.backends.onnxruntime.own_ops import node_name
 from graftwork.backends.onnxruntime.session import register_own_ops
 from graftwork.backends.own_kernels import own_ops, zero_of
@@ -34,6 +34,10 @@ PLACES = {
         *("query", "past_key", "past_value", "past", "key", "value"),
         *("positions", "cos", "sin", "ancestors", "sinks", "slopes", "past_kept", "kept_past"),
     ),
+    "PutRows": (
+        *("query", "past_key", "past_value", "past", "key", "value"),
+        *("positions", "cos", "sin"),
+    ),
     "CachedQuantizedAttention": (
         *("query", "past_key", "past_value", "past_key_steps", "past_value_steps", "past"),
         *("key", "value", "positions", "cos", "sin", "ancestors", "sinks", "slopes"),
@@ -45,6 +49,7 @@ F32, U8, I64 = oir.DataType.FLOAT, oir.DataType.UINT8, oir.DataType.INT64
 F16 = oir.DataType.FLOAT16
 OUTPUTS = {
     "CachedAttention": [F32, F32, F32],
+    "PutRows": [F32, F32, F32, F32],
     "CachedQuantizedAttention": [F32, U8, U8, F32, F32],
     **{
         name: [{"i64": I64, "u8": U8}.get(said.split()[0], F32) for said in op.declared.results]
@@ -61,7 +66,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     **{name: {"threads": 2} | dict.fromkeys(zero_of(op), 0.25) for name, op in OWN_OPS.items()},
 }
-SIZES["CachedQuantizedAttention"] = SIZES["CachedAttention"]
+SIZES["CachedQuantizedAttention"] = SIZES["PutRows"] = SIZES["CachedAttention"]
 
 
 def node(op: str, operands: dict[str, torch.Tensor | None], **sizes: Any) -> list[torch.Tensor]:
@@ -205,6 +210,80 @@ def test_queries_are_kept_as_they_meet_keys(shape):
         tables = (of[name][of["positions"]] for name in ("cos", "sin"))
         asked = rotary(asked, *tables, interleaved=options["interleaved"])
     assert torch.equal(queries, cache_write(kept, asked, keeping["kept_past"]))
+
+
+ROWS = ("query", "key", "value", "past_key", "past_value", "past", "positions", "cos", "sin")
+
+
+@given(SHAPES)
+def test_rows_are_put_as_attention_puts_them(shape):
+    """Queries and keys turned by position, and caches of which no other row changes."""
+    seed, (batch, width), rows, (dim, wide), kind = shape
+    of, options = step(seed, batch, width, rows, dim, wide, kind)
+    turned = {"interleaved": options.get("interleaved", False)}
+    got = node("PutRows", {name: of.get(name) for name in ROWS}, **as_attributes(turned))
+    want = ort_put_rows(*(of.get(name) for name in ROWS), heads=4, groups=2, **turned)
+    for mine, meant in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, meant, rtol=1e-6, atol=1e-6)
+    _, keys, values = node("CachedAttention", of, **as_attributes(options))
+    assert torch.equal(written(of, got[1]), written(of, keys))
+    assert torch.equal(written(of, got[2]), written(of, values))
+
+
+@given(SHAPES)
+def test_heads_out_of_wider_operands_have_the_bits_that_they_have_alone(shape):
+    seed, (batch, width), rows, (dim, wide), kind = shape
+    of, options = step(seed, batch, width, rows, dim, wide, kind)
+    how = as_attributes(options)
+    for name in ("sinks", "slopes"):
+        of[name] = None
+    whole, keys, values = node("CachedAttention", of, **how)
+    packed = of | {"query": torch.cat([of[n] for n in ("query", "key", "value")], -1)}
+    packed |= {"key": None, "value": None}
+    for first in range(2):
+        part = {name: of[name][:, first : first + 1] for name in ("past_key", "past_value")}
+        for operands in (of, packed):
+            sizes = {"heads": 2, "groups": 1, "first": first, "keys": 2}
+            got = node("CachedAttention", operands | part, **how, **sizes)
+            assert torch.equal(got[0], whole[..., 2 * wide * first : 2 * wide * (first + 1)])
+            assert torch.equal(written(of, got[1]), written(of, keys[:, first : first + 1]))
+            assert torch.equal(written(of, got[2]), written(of, values[:, first : first + 1]))
+    both = {n: of[n].repeat_interleave(2, 1) for n in ("past_key", "past_value")}
+    own = node("CachedAttention", of | both, **how, groups=4, repeat=2)
+    assert torch.equal(own[0], whole)
+    assert torch.equal(written(of, own[1]), written(of, keys.repeat_interleave(2, 1)))
+
+
+@given(SHAPES)
+def test_a_window_looks_back_from_where_the_latest_rows_stand(shape):
+    seed, (batch, width), rows, (dim, wide), kind = shape
+    of, options = step(seed, batch, width, rows, dim, wide, kind.replace("turned", ""))
+    of["slopes"], options["window"] = None, 5
+    how = as_attributes(options)
+    far = of | {"positions": of["positions"] + 9}
+    got = node("CachedAttention", far, **how, latest=1)[0]
+    if options.get("chunk") is None:
+        assert torch.equal(got, node("CachedAttention", of, **how)[0])
+    names = (*ROWS, "ancestors", "sinks", "slopes")
+    given = [far.get(name) for name in names]
+    meant = ort_attend(*given, heads=4, groups=2, latest=True, **options)[0]
+    torch.testing.assert_close(got, meant, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"repeat": 3}, "groups must be a multiple of repeat"),
+        ({"keys": 1}, "first and keys must leave room"),
+        ({"first": 1}, "first and keys must leave room"),
+        ({"first": -1}, "first and keys must leave room"),
+        ({"keys": 3}, "query must be"),
+    ],
+)
+def test_heads_that_there_are_not_are_refused(sizes, says):
+    of, options = step(0, 1, 2, 20, 16, 16, "")
+    with pytest.raises(Exception, match=says):
+        node("CachedAttention", of, **as_attributes(options), **sizes)
 
 
 @pytest.mark.parametrize(
