@@ -73,11 +73,11 @@ def _count(x: torch.fx.Node) -> int:
 
 def _repeated(x: torch.fx.Node) -> tuple[torch.fx.Node, int]:
     """(y, n) of rows that are y's, each head n times; (x, 1) of others."""
-    wide = x.args[0] if x.target in (A.reshape.default, A.view.default) else None
-    apart = wide.args[0] if getattr(wide, "target", None) is A.expand.default else None
+    wide: Any = x.args[0] if x.target in (A.reshape.default, A.view.default) else None
+    apart: Any = wide.args[0] if getattr(wide, "target", None) is A.expand.default else None
     if getattr(apart, "target", None) is not A.unsqueeze.default:
         return x, 1
-    source = apart.args[0]
+    source: torch.fx.Node = apart.args[0]
     batch, heads, *rest = type_of(source).dims
     each = type_of(wide).dims[2]
     if list(type_of(apart).dims) != [batch, heads, 1, *rest] or not isinstance(each, int):

@@ -97,7 +97,7 @@ def _beside(fn: Function, write: Node) -> Node | None:
         return None
     dims, values = (type_of(each).dims for each in (state, fn.input(name)))
     alike = dims[:3] == values[:3] and other.args[2] is write.args[2]
-    return other if alike and type_of(other.args[1]).dtype == torch.float32 else None
+    return other if alike and type_of(arguments(other)["new"]).dtype == torch.float32 else None
 
 
 def _is_alone(state: Any) -> bool:
