@@ -265,9 +265,10 @@ def ort_put_rows(
     ``%a: (f32[B,H,T,D], f32[B,G,C,D], f32[B,G,C,E], f32[B,G,T,D]) = graftwork.ort_put_rows(%qkv,
     None, None, %kv.0.key, %kv.0.value, %past, %positions, @cos, @sin, heads=8, groups=2)``
 
-    query, key, value, past_key, past_value, past, positions, cos, sin and all options as in
-    `ort_attend`. Returns the queries, turned by their positions, both caches with the new rows
-    behind `past`, and the new keys, turned likewise.
+    query [B,T,H*D], key [B,T,G*D], value [B,T,G*E], past_key [B,G,C,D], past_value [B,G,C,E], past
+    i64[B], positions i64[B,T], cos, sin and all options as in `ort_attend`. Returns the queries
+    [B,H,T,D], turned by their positions, both caches with the new rows behind `past`, and the new
+    keys, turned likewise.
     """
     sizes = heads, groups, past_key.shape[3], past_value.shape[3]
     given, of = (query, key, value, past, positions, cos, sin), (repeat, first, keys)
