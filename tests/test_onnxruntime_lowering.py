@@ -262,6 +262,19 @@ def test_one_sum_feeds_one_fused_norm() -> None:
     assert fn.outputs["sum"].args == (fused[0], 1)
 
 
+def test_rows_of_a_sum_keep_its_kernel_where_others_are_exchanged() -> None:
+    """The kernels of a norm and of a sum's norm round differently, which 8 bits enlarge."""
+    fn, (a, b, c) = small("f32[B,T,8]", "f32[B,T,8]", "f32[B,T,8]")
+    weight = fn.weight(Weight.of("w", torch.ones(8)))
+    here = fn.call(A.gt.Scalar, c, 0)
+    rows = [fn.call(A.where.self, here, c, x) for x in (fn.call(A.add.Tensor, a, b), a)]
+    normed = [fn.call(G.rms_norm.default, x, weight, eps=1e-6) for x in rows]
+    fn.set_outputs({"x": normed[0], "y": normed[1]})
+    assert fuse_norms(fn) == 1
+    (fused,) = fn.calls(G.add_rms_norm.default)
+    assert fn.outputs["x"].args == (fused, 0) and fused.args[0] is rows[0]
+
+
 def test_scaled_or_broadcast_sums_are_left_alone() -> None:
     fn, (a, b, row) = small("f32[B,T,8]", "f32[B,T,8]", "f32[8]")
     weight = fn.weight(Weight.of("w", torch.ones(8)))

@@ -13,8 +13,9 @@ with %r[0] for %n and %r[1] for %h; the same for `layer_norm`. A sum that severa
 read is fused with the first.
 
 A step that is cut has, in front of a segment's first normalisation, the rows of a sum that the
-segment before has made. It is fused with a sum of those and nothing, because the two kernels round
-differently, and a cut must not change what 8 bits make of it.
+segment before has made, and a step that exchanges some rows the others of a sum. It is fused with a
+sum of those and nothing, because the two kernels round differently, and neither must change what 8
+bits make of a row.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ def fuse_norms(fn: Function) -> int:
 
 
 def _is_handed_on(rows: torch.fx.Node) -> bool:
-    """Whether they are all rows that the segment before has made; a head reads chosen ones."""
+    """Whether they are all rows that the segment before has made (a head reads chosen ones), or
+    those of a sum, some of them exchanged."""
+    if rows.target is A.where.self:
+        return any(_is_plain_sum(kept, type_of(rows)) for kept in rows.all_input_nodes)
     columns = rows.args[2] if rows.target is G.cache_read.default else None
     return isinstance(columns, torch.fx.Node) and columns.op != "placeholder"
 
