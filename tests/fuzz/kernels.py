@@ -27,7 +27,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from graftwork.backends.torch import cpu, native
 from graftwork.ir.ops import (
     attention,
-    dropped,
     grouped_attention,
     grouped_cache,
     norm,
@@ -42,6 +41,7 @@ import few_bits
 import old_rows
 import picked
 import recurrences
+import sums
 from operands import F32, Case, Maker, want
 
 SAME = {"rtol": 0.0, "atol": 0.0}
@@ -297,62 +297,6 @@ def native_attend_quantized(make: Maker) -> Case:
     return Case("attend_quantized", call, meaning, operands, options, fake=True, tolerance=near)
 
 
-def native_merge_parts(make: Maker) -> Case:
-    shape = (*(make.random.choice((1, 2)) for _ in "bh"), make.random.choice((1, 3)))
-    width = make.size()
-    operands: dict[str, Any] = {}
-    for name in "ab":
-        weight = make.numbers(*shape)
-        if make.random.random() < 0.3:
-            weight = torch.full_like(weight, float("-inf"))  # no row is seen
-        operands |= {name: make.numbers(*shape, width), f"{name}_weight": weight}
-
-    def meaning(*tensors: Tensor) -> Tensor:
-        want(all(t.dtype == F32 for t in tensors))
-        return shared.merge_parts(*tensors)
-
-    return Case("merge_parts", native.OPS["merge_parts"], meaning, operands, {}, fake=True)
-
-
-def native_positive_features(make: Maker) -> Case:
-    batch, heads, rank = make.random.choice((1, 2)), make.random.choice((1, 3)), make.size()
-    dim, inner = make.size(), make.size()
-    operands = {"x": make.numbers(batch, heads, make.size(), dim)}
-    operands |= {
-        "inner": make.numbers(heads, dim, inner),
-        "outer": make.numbers(heads, inner, rank),
-    }
-    operands["last"] = make.maybe(make.numbers(heads, rank, rank))
-
-    def meaning(*tensors: Any) -> Tensor:
-        want(all(t is None or t.dtype == F32 for t in tensors))
-        return dropped.positive_features(*tensors)
-
-    near, call = {"rtol": 1e-4, "atol": 1e-3}, native.OPS["positive_features"]
-    return Case("positive_features", call, meaning, operands, {}, fake=True, tolerance=near)
-
-
-def native_read_dropped(make: Maker) -> Case:
-    batch, groups, each = (make.random.choice((1, 2)) for _ in range(3))
-    width, rank = make.random.choice((1, 3)), make.random.choice((1, 8))
-    features = make.numbers(batch, groups * each, width, rank).abs()
-    state = make.numbers(batch, groups, rank + make.random.choice((0, 2)), make.size() + 1)
-    state[..., -1] = state[..., -1].abs()
-    if make.random.random() < 0.3:
-        state.zero_()
-    past = torch.randint(0, 9, (batch,), generator=make.generator)
-    positions = past[:, None] + torch.arange(width) + make.random.choice((0, 5))
-    names = ("features", "state", "positions", "past")
-    operands = dict(zip(names, (features, state, positions, past), strict=True))
-
-    def meaning(*tensors: Tensor) -> Any:
-        want(all(t.dtype == F32 for t in tensors[:2]))
-        return dropped.read_dropped(*tensors)
-
-    near, call = {"rtol": 1e-3, "atol": 1e-3}, native.OPS["read_dropped"]
-    return Case("read_dropped", call, meaning, operands, {}, fake=True, tolerance=near)
-
-
 def native_attend_grouped(make: Maker) -> Case:
     draw = make.random.choice
     group, rows = draw(((8, 16), (16, 32), (32, 160)))
@@ -416,9 +360,9 @@ MAKERS: list[Callable[[Maker], Case]] = [
     native_attend_quantized,
     native_attend_grouped,
     native_attend_part,
-    native_merge_parts,
-    native_positive_features,
-    native_read_dropped,
+    sums.native_merge_parts,
+    sums.native_positive_features,
+    sums.native_read_dropped,
     native_attend_rows,
     picked.native_top_rows,
     picked.native_top_stored_rows,
