@@ -13,6 +13,7 @@ from test_training import FEW, TEXT, drafted, weights
 from tiny import tiny_llama
 
 from graftwork.ir import InputError, UnsupportedError
+from graftwork.ir.execution.executable import Executable
 from graftwork.ir.plan import DraftRecord, HeadsDraft, RecurrentDraft
 from graftwork.ir.rewrite.subgraph import beyond
 from graftwork.passes.drafting.draft_eagle import DraftEagle
@@ -201,10 +202,21 @@ def test_states_come_from_another_form_of_the_model(drafter: object) -> None:
     torch.testing.assert_close(plain.logits(found), plain.logits(wanted))
 
 
-def test_heads_are_taught_on_what_the_reader_reads(tmp_path: Path) -> None:
-    model = drafted(DraftMedusa())
+def test_heads_are_taught_on_what_the_reader_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, read = drafted(DraftMedusa()), Teacher._read
+    rows = []
+
+    def noted(self: Teacher, reader: Executable, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        rows.append(len(tokens))
+        return read(self, reader, tokens)
+
+    monkeypatch.setattr(Teacher, "_read", noted)
     fitted = fit(model, TEXT, out=tmp_path / "a", reader=model, **FEW)
+    count = sum(rows)
     other = fit(model, TEXT, out=tmp_path / "b", **FEW)
+    assert count and count == sum(rows)  # by the reader where there is one, and by it alone
     first, second = weights(fitted.model), weights(other.model)
     assert all(torch.allclose(first[name], second[name], atol=1e-4) for name in first)
     strange = replace(model, program=tiny_llama(vocab=48))
