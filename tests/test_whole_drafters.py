@@ -97,7 +97,7 @@ def test_training_makes_every_level_right_more_often(name: str, tmp_path: Path) 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in CASES if name != "hidden_transfer"])
+@pytest.mark.parametrize("name", CASES)
 def test_training_pays_on_the_bundled_model(name: str, tmp_path: Path) -> None:
     """The loss falls, more is accepted than by the untrained drafter, and an artifact keeps it."""
     source, recipe = ROOT / "graftwork" / "demo_model", gw.Recipe.load(CASES[name].recipe)
