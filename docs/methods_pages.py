@@ -187,7 +187,8 @@ def _options(recipe: Recipe) -> Iterator[str]:
         about, meanings = _meanings(doc, values)
         for base in type(pass_).__mro__[1:]:  # of options that passes share
             more = " ".join((vars(base).get("__doc__") or "").split())
-            meanings = _meanings(more, values)[1] | meanings
+            told = {n: m for n, m in meanings.items() if not re.fullmatch(r"see `\w+`\.?", m)}
+            meanings = {**meanings, **_meanings(more, values)[1], **told}
         if about:
             yield _prose(about)
             yield ""
@@ -240,14 +241,25 @@ def _cost(name: str) -> Iterator[str]:
     for measured in found:
         yield f"[{measured.section}](../{measured.source}#{anchor(measured.section)}):"
         yield ""
-        yield from measured.head
-        yield from measured.rows
+        yield from _filled([*measured.head, *measured.rows])
         yield ""
         if measured.command:
             yield "by"
             yield ""
             yield measured.command
             yield ""
+
+
+def _filled(table: list[str]) -> Iterator[str]:
+    """A table's lines without the columns that hold nothing."""
+    cells = [line.strip().strip("|").split("|") for line in table]
+    kept = [
+        column
+        for column in range(len(cells[0]))
+        if any(row[column].strip() for row in cells[2:] if column < len(row))
+    ]
+    for row in cells:
+        yield "|" + "|".join(row[column] for column in kept if column < len(row)) + "|"
 
 
 @lru_cache
