@@ -12,25 +12,34 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _UNFIT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
 STYLE = """
-:root { color-scheme: light }
-body { font: 15px/1.5 system-ui, 'DejaVu Sans', sans-serif; color: #1c1c1e; background: #fff;
-  max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
+:root { color-scheme: light dark; --ink: #1c1c1e; --paper: #fff; --line: #e4e4e7; --soft: #555;
+  --came: #1d6b2f; --went: #a02c2c; --changed: #7a5200; --quiet: #666; --bar: #3a6ea5;
+  --note: #fdf8e7 }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e6e8; --paper: #17181a; --line: #3a3b3f;
+  --soft: #b0b0b6; --came: #7fcf91; --went: #f09a9a; --changed: #e0b45c; --quiet: #a0a0a6;
+  --bar: #6ea3da; --note: #2c2715 } }
+body { font: 15px/1.5 system-ui, 'DejaVu Sans', sans-serif; color: var(--ink);
+  background: var(--paper); max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.5rem; margin-bottom: .2rem } h2 { font-size: 1.15rem; margin-top: 2rem }
 table { border-collapse: collapse; margin: .5rem 0 }
-th, td { padding: .25rem .8rem .25rem 0; text-align: right; border-bottom: 1px solid #e4e4e7;
+th, td { padding: .25rem .8rem .25rem 0; text-align: right; border-bottom: 1px solid var(--line);
   vertical-align: top }
-th { color: #555; font-weight: 600; font-size: 13px }
+th { color: var(--soft); font-weight: 600; font-size: 13px }
 th:first-child, td:first-child { text-align: left }
 td.text, th.text { text-align: left }
 code, .lines { font: 12.5px/1.45 ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace }
 .lines { white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0 .8rem }
-.came { color: #1d6b2f } .went { color: #a02c2c } .changed { color: #7a5200 } .quiet { color: #666 }
-.note { border-left: 3px solid #d9a400; padding: .1rem .7rem; background: #fdf8e7 }
-details { border: 1px solid #e4e4e7; border-radius: 6px; padding: .35rem .8rem; margin: .35rem 0 }
+.came { color: var(--came) } .went { color: var(--went) } .changed { color: var(--changed) }
+.quiet { color: var(--quiet) }
+.note { border-left: 3px solid #d9a400; padding: .1rem .7rem; background: var(--note) }
+details { border: 1px solid var(--line); border-radius: 6px; padding: .35rem .8rem;
+  margin: .35rem 0 }
 summary { cursor: pointer } summary b { font-weight: 600 }
-.wide { overflow-x: auto } svg { max-width: 100%; height: auto } .wide svg { max-width: none }
-.bar { display: inline-block; height: .7em; background: #3a6ea5; border-radius: 2px }
+.wide { overflow-x: auto } svg { max-width: 100%; height: auto; border-radius: 6px }
+.wide svg { max-width: none }
+.bar { display: inline-block; height: .7em; background: var(--bar); border-radius: 2px }
 """
+"""Light and dark, as the browser is; pictures have a white ground of their own in both."""
 
 
 def escaped(text: object) -> str:
