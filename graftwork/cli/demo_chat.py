@@ -21,6 +21,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..backends.cached_library import SHARED, begin
+from ..backends.target import Target
 from ..ir import InputError
 from ..ir.support.packages import require
 from ..model import Model
@@ -97,10 +99,15 @@ def run_chat_demo(
     if importlib.util.find_spec("accelerate") is None:
         raise InputError(f"graftwork demo: transformers reads {FILE} with accelerate ({INSTALL})")
     repeats, questions = (1, QUESTIONS[:2]) if quick else (3, QUESTIONS)
+    if Target.default().device == "cpu":
+        begin(SHARED)  # kernels are compiled meanwhile
     made = []
     for recipe in RECIPES:
         progress(f"optimizing {NAME} with {recipe}")
         made.append((recipe, optimize(path, recipe)))
+    for recipe, model in made:
+        progress(f"compiling {recipe} (kernels once on a machine, which takes a minute or two)")
+        _ = model.executable
     first = made[0][1]
     prompts = [_prompt(first, question) for question in questions]
     progress(f"loading {NAME} in transformers")
@@ -130,14 +137,21 @@ def _prompt(model: Model, question: str) -> list[int]:
 def _theirs(path: Path) -> Callable[..., Any]:
     """transformers' `generate`, on the same weights as float32."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
-    model = AutoModelForCausalLM.from_pretrained(
-        path.parent,
-        gguf_file=path.name,
-        dtype=torch.float32,
-        local_files_only=True,
-        trust_remote_code=False,
-    )
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent,
+            gguf_file=path.name,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+    finally:
+        if bars:
+            logging.enable_progress_bar()
     return model.eval().generate  # type: ignore[no-any-return]
 
 
