@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .model import Model, load
     from .optimizing import optimize
     from .recipe import Recipe, recipes
+    from .runtime.asking.samplers import LookBack, Mirostat, Momentum
     from .training.early_exit import train_exits
     from .training.fit import fit
     from .training.heal import heal
@@ -31,7 +32,10 @@ _install()
 
 __all__ = [
     "GraftworkError",
+    "LookBack",
+    "Mirostat",
     "Model",
+    "Momentum",
     "Recipe",
     "Target",
     "calibrate_exits",
@@ -47,7 +51,10 @@ __all__ = [
 # Loaded on first use: `import graftwork` and `graftwork --help` then cost milliseconds, not torch.
 _HOMES = {
     "GraftworkError": ".ir.support.errors",
+    "LookBack": ".runtime.asking.samplers",
+    "Mirostat": ".runtime.asking.samplers",
     "Model": ".model",
+    "Momentum": ".runtime.asking.samplers",
     "Recipe": ".recipe",
     "Target": ".backends.target",
     "calibrate_exits": ".measuring.exit_thresholds",

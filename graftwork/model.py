@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import torch
 
@@ -17,6 +17,7 @@ from .backends import compile as compile_for
 from .backends.target import Target
 from .chat.chats import Chats
 from .chat.files import Config, Settings, config_of
+from .chat.tokenizer import Tokenizer
 from .data.prompts import as_ids, as_prompts
 from .drawing.cards import card, fold, picture
 from .drawing.svg import plan_lines, program_svg
@@ -27,7 +28,6 @@ from .ir import InputError, Program
 from .ir.execution.executable import Executable
 from .ir.support.files import plain_path
 from .ir.support.threads import traces
-from .ir.support.tokenizer import read_tokenizer
 from .passes.engine.manager import run_passes
 from .recipe import Recipe
 from .report import Cost, Report, megabytes, weight_bytes
@@ -41,9 +41,6 @@ from .runtime.lore_files import load_learnt, save_learnt
 from .runtime.prefix import load_prefix, save_prefix
 from .runtime.reading import check_pooling, embed
 from .runtime.scoring import score
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 _COMPILED = "compiled"
 
@@ -181,12 +178,7 @@ class Model(Exports, Chats, Publishing):
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Errors: `InputError` if tokenizer.json is missing or invalid."""
-        path = self.program.assets.get("tokenizer.json")
-        if path is None:
-            raise InputError(
-                f"{self.program.name} came without a tokenizer.json; pass token ids instead of text"
-            )
-        return read_tokenizer(path)
+        return Tokenizer(self.program)
 
     def generate(
         self,

@@ -12,9 +12,8 @@ from .files import template_of
 from .templates import Message, check_messages
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
     from ..runtime.asking.keywords import GenerateOptions
+    from .tokenizer import Tokenizer
 
 
 class Chats:
@@ -57,7 +56,7 @@ class Chats:
             add_generation_prompt=add_generation_prompt,
             **variables,
         )
-        return encode(self.tokenizer, text, marked=False) if tokenize else text
+        return encode(self.tokenizer.backend_tokenizer, text, marked=False) if tokenize else text
 
     def chat(
         self,

@@ -13,10 +13,11 @@ from .templates import ChatTemplate
 from .text_stream import StopTexts, check_stop, cut
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    import tokenizers
 
     from ..ir import Program
     from ..runtime.asking.keywords import GenerateOptions
+    from .tokenizer import Tokenizer
 
 NEW_TOKENS = 1024
 """New tokens of an answer at most, where neither the call nor the checkpoint says how many."""
@@ -81,7 +82,7 @@ class Conversation:
         """The prompt of the next answer: text and tokens. variables: see `ChatTemplate.render`.
         Errors: `InputError` for messages that the template refuses."""
         text = self.template.render(self.messages, **variables)
-        tokenizer = self.model.tokenizer
+        tokenizer = self.model.tokenizer.backend_tokenizer
         for before, ids in reversed(self.held):
             rest = text.removeprefix(before)
             # Tokenizers split texts at added tokens before anything else.
@@ -124,13 +125,13 @@ class Conversation:
         if stops:
             hooks = options.pop("stopping_criteria", None) or ()
             hooks = hooks if isinstance(hooks, (list, tuple)) else [hooks]
-            watch = StopTexts(self.model.tokenizer, stops, len(ids))
+            watch = StopTexts(self.model.tokenizer.backend_tokenizer, stops, len(ids))
             options["stopping_criteria"] = [*hooks, watch]
         result = self.model.generate([ids], **{**options, "return_dict_in_generate": True})
         new = result.sequences[0, len(ids) :].tolist()
         ended = bool(new) and new[-1] in ends
         said = new[:-1] if ended else new
-        found = cut(decode(self.model.tokenizer, said), stops)
+        found = cut(decode(self.model.tokenizer.backend_tokenizer, said), stops)
         self._hold(text, ids, said)
         self.messages.append({"role": "assistant", "content": found[0]})
         finish = "stop" if ended or found[1] else "length"
@@ -138,7 +139,7 @@ class Conversation:
 
     def _hold(self, text: str, ids: list[int], said: list[int]) -> None:
         """Remember an answer's tokens, if its text says all of them."""
-        tokenizer = self.model.tokenizer
+        tokenizer = self.model.tokenizer.backend_tokenizer
         shown = decode(tokenizer, said)
         if shown == tokenizer.decode(said, skip_special_tokens=False):
             self.held.append((text + shown, [*ids, *said]))
@@ -153,11 +154,11 @@ def ends_of_turn(model: Speaks, template: ChatTemplate) -> tuple[int, ...]:
         text = template.render(turn, add_generation_prompt=False)
     except InputError:  # it wants other messages than these
         return known
-    token = _leading(model.tokenizer, text.rpartition(_PROBE)[2].lstrip())
+    token = _leading(model.tokenizer.backend_tokenizer, text.rpartition(_PROBE)[2].lstrip())
     return known if token is None or token in known else (*known, token)
 
 
-def _leading(tokenizer: Tokenizer, text: str) -> int | None:
+def _leading(tokenizer: tokenizers.Tokenizer, text: str) -> int | None:
     """The added token that a text begins with."""
     added = tokenizer.get_added_tokens_decoder()
     found = {token.content: id for id, token in added.items() if text.startswith(token.content)}

@@ -214,7 +214,7 @@ class Session:
         with ExitStack() as stages:
             stages.enter_context(progress())("read the prompt")
             shown: dict[str, Any] = {"stops": stops, "ends": ends, "silent": not self.stream}
-            printer = TextPrinter(talk.model.tokenizer, stages.close, **shown)
+            printer = TextPrinter(talk.model.tokenizer.backend_tokenizer, stages.close, **shown)
             try:
                 with interruptible(lambda: printer.begun is not None) as stopped:
                     watch: dict[str, Any] = {"streamer": printer, "stopping_criteria": [stopped]}

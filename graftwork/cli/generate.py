@@ -109,7 +109,7 @@ def generate(
         if chat:
             ids, keywords["eos_token_id"] = _asked(opened, text, system, given)
         else:
-            ids = encode(opened.tokenizer, text)
+            ids = encode(opened.tokenizer.backend_tokenizer, text)
         begun = opened.program.plan.source.beginning(ids)
         require(bool(ids), "--prompt: expected some text; it has no tokens")
         known(info, opened.program.assets, False)
@@ -209,9 +209,10 @@ def _write(
     from .text_printer import TextPrinter
 
     ends = keywords.get("eos_token_id", opened.program.info.eos) or ()
-    printer = TextPrinter(opened.tokenizer, first, stops=stops, ends=ends, silent=not stream)
+    tokenizer = opened.tokenizer.backend_tokenizer
+    printer = TextPrinter(tokenizer, first, stops=stops, ends=ends, silent=not stream)
     if stops:
-        keywords["stopping_criteria"] = [StopTexts(opened.tokenizer, stops, begun)]
+        keywords["stopping_criteria"] = [StopTexts(tokenizer, stops, begun)]
     # Whoever streams gets each step's tokens at once, which costs a little.
     result = opened.generate([ids], streamer=printer if stream else None, **keywords)
     first()
@@ -219,7 +220,7 @@ def _write(
     approximate = opened.recipe.get("contract") == "approximate"
     new = result.sequences[0, begun:].tolist()
     ended = bool(new) and new[-1] in ends
-    text, stopped = cut(decode(opened.tokenizer, new[:-1] if ended else new), stops)
+    text, stopped = cut(decode(tokenizer, new[:-1] if ended else new), stops)
     if json_:
         finish = "stop" if ended or stopped else "length"
         found = {"text": text, "ids": new, "finish_reason": finish, "stats": stats.to_dict()}

@@ -64,7 +64,7 @@ def model_card(report: Report | None, recipe: Mapping[str, Any], name: str) -> s
         "import graftwork as gw",
         "",
         f'fast = gw.Model.from_pretrained("{name}")',
-        'fast.tokenizer.decode(fast.generate("Once upon a time", max_new_tokens=40)[0].tolist())',
+        'fast.tokenizer.decode(fast.generate("Once upon a time", max_new_tokens=40)[0])',
         "```",
         "",
         "No pickle and no code: the program is text, the weights are safetensors.",

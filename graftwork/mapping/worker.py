@@ -112,7 +112,7 @@ class Worker:
             yield (
                 number,
                 {
-                    "text": decode(self.model.tokenizer, new),
+                    "text": decode(self.model.tokenizer.backend_tokenizer, new),
                     "finish_reason": "length" if end is None else "stop",
                     "prompt_tokens": len(ids),
                     "new_tokens": len(row) if end is None else end + 1,
@@ -122,7 +122,7 @@ class Worker:
     def _ids(self, line: Line) -> list[int]:
         """A line's prompt. Errors: `InputError` for one that is none."""
         if line.kind == "text":
-            ids = encode(self.model.tokenizer, line.value)
+            ids = encode(self.model.tokenizer.backend_tokenizer, line.value)
         elif line.kind == "messages":
             made = self.model.apply_chat_template(line.value, chat_template=self.work.template)
             assert isinstance(made, list)

@@ -181,7 +181,7 @@ def answer(model: Model, ids: Sequence[int], asked: dict[str, Any]) -> str:
         [prompt],
         max_new_tokens=most,
         do_sample=sampled,
-        stopping_criteria=StopTexts(model.tokenizer, stops, len(prompt)),
+        stopping_criteria=StopTexts(model.tokenizer.backend_tokenizer, stops, len(prompt)),
         **asked,
     )
-    return cut(model.tokenizer.decode(found[0, len(prompt) :].tolist()), stops)[0]
+    return cut(model.tokenizer.decode(found[0, len(prompt) :]), stops)[0]

@@ -41,7 +41,7 @@ class Service:
         **engine: Any,
     ) -> None:
         self.model, self.name, self.usual, self.seconds = model, name, usual, seconds
-        self.tokenizer, self.template = model.tokenizer, template
+        self.tokenizer, self.template = model.tokenizer.backend_tokenizer, template
         check_pooling(pooling)
         self.pooling = pooling
         if template is not None:

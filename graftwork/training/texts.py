@@ -76,7 +76,11 @@ class Author:
             asked = [{"role": "user", "content": BLANK}]
             text = str(self.model.apply_chat_template(asked, tokenize=False))
             before, blank, _ = text.partition(BLANK)
-            return encode(self.model.tokenizer, before, marked=False) if blank else []
+            return (
+                encode(self.model.tokenizer.backend_tokenizer, before, marked=False)
+                if blank
+                else []
+            )
         except InputError:  # a template that asks for more, or no tokenizer
             return []
 

@@ -16,7 +16,7 @@ from .files import LARGE, read_bytes
 from .names import shown
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
@@ -34,6 +34,12 @@ def read_tokenizer(path: Path) -> Tokenizer:
 def encode(tokenizer: Tokenizer, text: str, *, marked: bool = True) -> list[int]:
     """Text as token ids. marked: add special tokens, such as the one that begins a text. Errors:
     `InputError` for text with lone surrogates, or that cannot be encoded."""
+    ids: list[int] = encoded(tokenizer, text, marked=marked).ids
+    return ids
+
+
+def encoded(tokenizer: Tokenizer, text: str, *, marked: bool = True) -> Encoding:
+    """As `encode`, with tokens, offsets and more. Errors: likewise."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -42,8 +48,7 @@ def encode(tokenizer: Tokenizer, text: str, *, marked: bool = True) -> list[int]
             f"read from something that is not UTF-8, or cut within a character"
         ) from error
     with refusing(f"the tokenizer cannot encode {shown(text)}"):
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=marked).ids
-    return ids
+        return tokenizer.encode(text, add_special_tokens=marked)
 
 
 def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:

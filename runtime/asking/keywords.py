@@ -37,6 +37,7 @@ class GenerateOptions(TypedDict, total=False):
     epsilon_cutoff: float | None
     eta_cutoff: float | None
     num_return_sequences: int | None
+    first_finish: bool | None
     num_beams: int | None
     length_penalty: float | None
     early_stopping: bool | str | None
@@ -59,6 +60,8 @@ class GenerateOptions(TypedDict, total=False):
     watermarking_config: Any
     logits_processor: Hooks | None
     guidance_scale: float | None
+    guidance_plausible: float | None
+    guidance_uncertain: float | None
     negative_prompt_ids: torch.Tensor | None
     negative_prompt_attention_mask: torch.Tensor | None
     json_schema: str | Mapping[str, Any] | bool | None

@@ -75,9 +75,10 @@ class GenerationOptions:
     temperature > 0. top_k (default 50; 0 or None for none). top_p in 0..1. min_p in 0..1. top_h in
     0..1 (Baghaei Potraghloo et al. 2025). typical_p in 0..1 (Meister et al. 2022). epsilon_cutoff,
     eta_cutoff in 0..1 (Hewitt et al. 2022). num_return_sequences: of each prompt, one after the
-    other. generator or seed: where random numbers come from (default: torch's global generator); a
-    seed repeats its text as long as the drafts are the same, and some drafters learn from call to
-    call (recycling, goodput).
+    other; first_finish: the first of them that ends, other than by its length, ends the rest
+    (Agarwal et al. 2025, arXiv 2505.18149). generator or seed: where random numbers come from
+    (default: torch's global generator); a seed repeats its text as long as the drafts are the same,
+    and some drafters learn from call to call (recycling, goodput).
 
     Beams. num_beams: texts of each prompt that are decoded side by side, for the likeliest whole
     one; num_return_sequences: of these, best first. length_penalty: power of the length that a
@@ -98,10 +99,13 @@ class GenerationOptions:
     remove_invalid_values: replace NaN and infinite scores. renormalize_logits: return scores as
     logarithms of probabilities. watermarking_config: transformers' `WatermarkingConfig`.
     logits_processor: functions (ids i64[R,L], scores f32[R,V]) -> scores, such as transformers'
-    `LogitsProcessor`: see `graftwork.runtime.asking.processors` for what they may rely on.
+    `LogitsProcessor`: see `graftwork.runtime.asking.processors` for what they may rely on; or
+    samplers that follow a text (`graftwork.Mirostat`, `Momentum`, `LookBack`).
     guidance_scale: how far scores are led away from those behind negative_prompt_ids i64[B,S]
     (negative_prompt_attention_mask [B,S]: 0 for padding; default: the prompt's last token), which
-    a second row of the batch is decoded for (Sanchez et al. 2023).
+    a second row of the batch is decoded for (Sanchez et al. 2023). guidance_plausible in 0..1: only
+    tokens as likely as this share of the text's likeliest one. guidance_uncertain in 0..1: only
+    where the text's own entropy is at least this share of the largest.
     json_schema (a mapping or its text), regex, grammar (rules in Lark's notation): what the new
     text, up to its end token, has to fit; one of them, with llguidance.
 
@@ -151,6 +155,7 @@ class GenerationOptions:
     generator: Annotated[torch.Generator | None, checks.generator] = None
     seed: Annotated[int | None, checks.integer(0, MOST_SEED)] = None
     num_return_sequences: Annotated[int, checks.integer(1)] = 1
+    first_finish: Annotated[bool, checks.flag] = False
     return_dict_in_generate: Annotated[bool, checks.flag] = False
     suppress_tokens: Annotated[Sequence[int], checks.tokens] = ()
     begin_suppress_tokens: Annotated[Sequence[int], checks.tokens] = ()
@@ -191,6 +196,8 @@ class GenerationOptions:
     output_scores: Annotated[bool, checks.flag] = False
     output_logits: Annotated[bool, checks.flag] = False
     guidance_scale: Annotated[float | None, checks.number(0.0, math.inf)] = None
+    guidance_plausible: Annotated[float, checks.number(0.0, 1.0)] = 0.0
+    guidance_uncertain: Annotated[float, checks.number(0.0, 1.0)] = 0.0
     negative_prompt_ids: Annotated[torch.Tensor | None, checks.mask] = None
     negative_prompt_attention_mask: Annotated[torch.Tensor | None, checks.mask] = None
     position_ids: Annotated[torch.Tensor | None, checks.mask] = None

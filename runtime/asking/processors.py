@@ -23,6 +23,7 @@ from ...ir.support.packages import require
 from ...ir.support.tokenizer import refusing
 from .filters import NOTHING, keep_min_p, keep_top_k, keep_top_p, penalize_repetition
 from .options import GenerationOptions
+from .samplers import Sampler
 
 Processor: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -65,7 +66,7 @@ def processors_for(options: GenerationOptions, subject: Subject) -> tuple[Proces
     own: list[Any] = list(options.logits_processor)  # type: ignore[arg-type]
     before = [_made(rule, own) for rule in _rules(options, subject)]
     after = [_made(rule, own) for rule in _last_rules(options, subject)]
-    custom = [partial(_checked, hook) for hook in own]
+    custom = [partial(_checked, _bound(hook, options, subject)) for hook in own]
     rules = [] if subject.grammar is None else [subject.grammar]
     return (*before, *custom, *rules, *after)
 
@@ -81,6 +82,17 @@ def _made(rule: Rule, own: list[Any]) -> Processor:
     with refusing(rule.keyword):
         made: Processor = cls(*rule.made)
     return made
+
+
+def _bound(hook: Any, options: GenerationOptions, subject: Subject) -> Any:
+    """A processor of the call; of those that follow a text, what follows this one. Errors:
+    `InputError` for beams, whose texts change."""
+    if not isinstance(hook, Sampler):
+        return hook
+    if options.beams:
+        name = type(hook).__name__
+        raise InputError(f"{name} follows one text, and num_beams has several: take one of them")
+    return hook.of(len(subject.prompt))
 
 
 def from_transformers(keyword: str, name: str) -> Any:

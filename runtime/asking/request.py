@@ -19,11 +19,12 @@ from .input_embeds import place_embeds, read_embeds
 from .input_ids import aligned, check_positions, read_prompts
 from .options import GenerationOptions, read_options
 from .processors import Processor, Subject, processors_for
+from .samplers import Sampler
 from .sources import Sources, read_sources, takes_features
 from .speech import openings
 from .stopping import Stopping
 from .streaming import Emitter
-from .text import Text
+from .text import Race, Text
 
 OF_TOKENS = ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size")
 """Options that look at the tokens of the source."""
@@ -135,6 +136,8 @@ def read_request(
     if sources is not None:
         for text, tokens in zip(texts, sources.tokens, strict=True):
             text.source = tokens
+    if options.first_finish:
+        _race(texts, options)
     asked = [name for name in OF_TOKENS if options.asks(name)]
     if asked and sources is not None and not all(sources.tokens):
         raise InputError(f"{asked[0]}: {program.name} reads a source that has no tokens of its own")
@@ -171,7 +174,9 @@ def _process(
     eos, made = options.eos(info), dict[int, tuple[Processor, ...]]()
     prompts = [len(text.known) for text in texts]
     grammars = grammars_for(options, prompts, tokenizer, eos, info.vocab_size)
+    hooks: Sequence[Any] = options.logits_processor  # type: ignore[assignment]
     own = bool(grammars) or any(map(options.asks, OWN))
+    own = own or any(isinstance(hook, Sampler) for hook in hooks)
     beams = options.num_beams
     for index, text in enumerate(texts):
         text.grammar = grammars[index] if grammars else None
@@ -229,6 +234,20 @@ def _beginnings(
     # As transformers: texts always begin with the token that starts them.
     begun = takes_features(program) or bool((given[:, 0] == start[0]).any())
     return given if begun else torch.cat([first, given], 1)
+
+
+def _race(texts: Sequence[Text], options: GenerationOptions) -> None:
+    """Let each prompt's texts know when one of them has ended. Errors: `InputError` for one text,
+    and for beams."""
+    if options.beams or options.copies < 2:
+        raise InputError(
+            "first_finish: expected several texts of a prompt, without beams: give "
+            "num_return_sequences and do_sample=True"
+        )
+    for first in range(0, len(texts), options.copies):
+        race = Race()
+        for text in texts[first : first + options.copies]:
+            text.race = race
 
 
 def _force_first(texts: Sequence[Text], options: GenerationOptions) -> None:

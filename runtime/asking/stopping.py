@@ -31,7 +31,7 @@ class Stopping:
             self.hooks += (_ends_with(options.stop_strings, tokenizer),)
         if options.max_time is not None:
             self.hooks += (partial(_late, perf_counter() + options.max_time),)
-        self.simple = not self.stop and not self.hooks
+        self.simple = not (self.stop or self.hooks or options.first_finish)
         self.last = options.forced_eos_token_id
 
     @property
@@ -64,8 +64,11 @@ class Stopping:
 
     def ends(self, text: Text) -> bool:
         """Whether a text ends with its last token."""
-        full = len(text.tokens) >= text.limit
-        return full or text.tokens[-1] in self.eos or self._says_stop(text)
+        full, race = len(text.tokens) >= text.limit, text.race
+        if race is None:
+            return full or text.tokens[-1] in self.eos or self._says_stop(text)
+        race.won = race.won or text.tokens[-1] in self.eos or self._says_stop(text)
+        return full or race.won
 
     def _says_stop(self, text: Text) -> bool:
         if self.simple:
@@ -85,12 +88,11 @@ def _late(deadline: float, ids: torch.Tensor, scores: object) -> bool:
 
 def _ends_with(texts: str | Sequence[str], tokenizer: Any) -> Hook:
     """transformers' criterion: whether a text's last token completes one of some texts."""
-    from tokenizers import Tokenizer
-
-    if isinstance(tokenizer, Tokenizer):
-        fast = from_transformers("stop_strings", "PreTrainedTokenizerFast")
-        tokenizer = fast(tokenizer_object=tokenizer)
+    theirs = from_transformers("stop_strings", "PreTrainedTokenizerBase")
+    fast = from_transformers("stop_strings", "PreTrainedTokenizerFast")
     with refusing("stop_strings"):
+        if not isinstance(tokenizer, theirs):
+            tokenizer = fast(tokenizer_object=getattr(tokenizer, "backend_tokenizer", tokenizer))
         made: Hook = from_transformers("stop_strings", "StopStringCriteria")(
             tokenizer=tokenizer, stop_strings=list(texts)
         )

@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
+class Race:
+    """Of a prompt's texts. won: one of them has ended."""
+
+    won: bool = False
+
+
+@dataclass(slots=True)
 class Text:
     """tokens: prompt and committed tokens, no padding. prompt: how many of them are the prompt.
     limit: the length at which the sequence is full, in tokens. done: nothing more is wanted.
@@ -23,7 +30,8 @@ class Text:
     (first, last + 1) of tokens of the prompt that have to be fed at once. places: the positions of
     the prompt's tokens, where they are not 0, 1, 2, ... processors: what changes the scores of its
     tokens. grammar: among those, if there is one. logits, scores: f32[V], what each new token was
-    chosen by, if a call wants them.
+    chosen by, if a call wants them. race: with the prompt's other texts, if the first one that ends
+    ends all.
 
     rows: of the caches, those that hold something of the sequence; a step appends after them.
     position: of the next token that is fed. The last token is not fed yet. Both grow with the text;
@@ -45,6 +53,7 @@ class Text:
     grammar: Grammar | None = None
     logits: list[torch.Tensor] = field(default_factory=list)
     scores: list[torch.Tensor] = field(default_factory=list)
+    race: Race | None = None
 
     @property
     def generated(self) -> int:

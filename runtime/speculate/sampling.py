@@ -170,7 +170,9 @@ class Scorer:
         if self.options.guided:
             away = [index + len(texts) for index, _ in owners]
             guides = logits[away, [node + 1 for _, node in owners]].to("cpu", torch.float32)
-            scores = guided(scores, guides, self.options.guidance_scale or 0.0)
+            asked = self.options
+            how = asked.guidance_plausible, asked.guidance_uncertain
+            scores = guided(scores, guides, asked.guidance_scale or 0.0, *how)
         if any(text.processors for text in texts):
             scores = self._processed(scores.clone(), step, owners)
         if self.records:
