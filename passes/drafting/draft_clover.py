@@ -21,33 +21,26 @@ has the target's own states of the text, layers that start as copies of the targ
 the target's frozen head. All later levels share one block of their own and one projector: the state
 that the block makes goes on to the next level, and that norm of W [h; e] to the target's head (Xiao
 et al., "Clover-2: Accurate Inference for Regressive Lightweight Speculative Decoding", 2024; the
-first Clover mixes the drafted tokens by an attention decoder instead). New weights know little:
-train them with `graftwork train`. Refuses what `draft_eagle` refuses, and a step whose last layer
-cannot be copied.
+first Clover is `draft_clover1`). New weights know little: train them with `graftwork train`.
+Refuses what `draft_eagle` refuses, and a step whose last layer cannot be copied.
 """
 
 from __future__ import annotations
 
-from math import gcd
 from typing import ClassVar
 
 import torch
 import torch.fx
 from pydantic import Field
 
-from ...ir import Program, Sym
+from ...ir import Program
 from ...ir.plan import CachedDraft, ContinuedDraft, RecurrentDraft
 from ..engine.base import Outcome
 from ..policies import builds
+from .attention_decoder import attention_decoder
 from .copied_layer import copied_layer, copied_norm
-from .decoder_layer import LayerShape
 from .draft_pass import DraftHeadPass
 from .grafts import Graft
-
-A = torch.ops.aten
-B, T = Sym("B"), Sym("T")
-LEAST = 1e-6
-"""Keeps the cosine of nothing finite."""
 
 
 @builds(ContinuedDraft, "token", "feature", "later", "noise", decay=0.7, aim="distribution")
@@ -74,7 +67,7 @@ class DraftClover(DraftHeadPass):
         output = graft.tap()
         graft.tap_normed()  # what the heads are to read, in training
         tokens, positions, hidden = graft.text_inputs()
-        x = self._heard(graft, hidden, graft.embed(tokens), "clover.first")
+        x = attention_decoder(graft, hidden, graft.embed(tokens), "clover.first")
         for layer in range(self.layers):
             x = copied_layer(graft, x, positions, f"clover.layers.{layer}")
         state = copied_norm(graft, x, "clover.norm")
@@ -85,7 +78,7 @@ class DraftClover(DraftHeadPass):
     def _later(self, program: Program) -> Program:
         graft = self.graft(program, "clover_later")
         e = graft.embed(graft.input("tokens", dtype=torch.int64))
-        state = self._heard(graft, graft.input("state", graft.hidden), e, "clover.later")
+        state = attention_decoder(graft, graft.input("state", graft.hidden), e, "clover.later")
         both = graft.concat(state, e)
         projected = graft.linear(both, "clover.later.projector", graft.hidden, init="eye")
         return graft.done({"state": state, **self._said(graft, projected)})
@@ -94,25 +87,3 @@ class DraftClover(DraftHeadPass):
         """What the target's head says of a projected state behind the norm that all heads share."""
         feature = copied_norm(graft, x, "clover.head_norm")
         return {**graft.candidates(graft.head(feature), self.candidates), "feature": feature}
-
-    def _heard(self, graft: Graft, x: torch.fx.Node, e: torch.fx.Node, name: str) -> torch.fx.Node:
-        """x and what the block's attention hears of e, at first x alone."""
-        shape = LayerShape.of(graft.step, self.name, graft.hidden)
-        size = graft.hidden
-        count = gcd(shape.heads, size)  # of heads whose channels make the model's
-        own = graft.rms_norm(x, f"{name}.norm", shape.eps)
-
-        def heads(source: torch.fx.Node, kind: str, init: str) -> torch.fx.Node:
-            y = graft.linear(source, f"{name}.{kind}", size, init=init)
-            return graft.call(A.reshape.default, y, [B, T, count, size // count])
-
-        def dot(a: torch.fx.Node, b: torch.fx.Node) -> torch.fx.Node:
-            product = graft.call(A.mul.Tensor, a, b)
-            return graft.call(A.sum.dim_IntList, product, [-1], True)
-
-        query, key, value = heads(own, "q", "eye"), heads(e, "k", "eye"), heads(e, "v", "zeros")
-        sizes = graft.call(A.mul.Tensor, dot(query, query), dot(key, key))
-        scale = graft.call(A.rsqrt.default, graft.call(A.add.Tensor, sizes, LEAST))
-        gate = graft.call(A.mul.Tensor, dot(query, key), scale)
-        read = graft.call(A.mul.Tensor, value, gate)
-        return graft.call(A.add.Tensor, x, graft.call(A.reshape.default, read, [B, T, size]))
