@@ -340,7 +340,7 @@ def test_aims_by_hand() -> None:
 
 PAPERS = {
     "distribution": """clover gumiho ppd jakiro kangaroo hydra_plus_plus eagle eagle2 eagle3
-        eagle_chain fspad falcon mixture_of_attentions hidden_transfer""",
+        eagle_chain fspad falcon mixture_of_attentions hidden_transfer chimera""",
     "text": """layerskip eesd amphista redrafter mlp_speculator s3d medusa hydra blockwise dflash
         pard p_eagle mtp glide clover1""",
 }
@@ -371,7 +371,7 @@ def test_trees_are_as_deep_as_their_papers() -> None:
 def test_levels_weigh_what_their_papers_say() -> None:
     """The published training adds all levels up; Clover's weigh 0.7^i, Medusa's 0.8^i."""
     weights = {"redrafter": 1.0, "mlp_speculator": 1.0, "hydra": 1.0, "hydra_plus_plus": 1.0}
-    weights |= {"clover1": 1.0, "clover": 0.7, "medusa": 0.8, "ppd": 0.8, "gumiho": 0.8, "eagle3": 0.8}
+    weights |= {"clover1": 1.0, "chimera": 1.0, "clover": 0.7, "medusa": 0.8, "ppd": 0.8, "gumiho": 0.8, "eagle3": 0.8}
     for name, decay in weights.items():
         (found,) = (step.pass_ for step in Recipe.load(name).steps if hasattr(step.pass_, "decay"))
         assert found.decay == decay

@@ -17,6 +17,7 @@ from whole_drafters import EAGER, LENGTH, SAID, Case, assert_own_text, sampled_f
 
 import graftwork as gw
 from graftwork.backends import compile
+from graftwork.passes.drafting.chimera.graph import DraftChimera
 from graftwork.passes.drafting.draft_clover1 import DraftClover1
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.falcon.graph import DraftFalcon
@@ -35,6 +36,7 @@ BLOCKS = named(
 )
 
 CASES = {
+    "chimera": Case((DraftChimera(levels=3),), BEST, "chimera"),
     "clover1": Case((DraftClover1(),), BEST, "clover1"),
     "fspad": Case((DraftEagle(levels=3, sampled=True, apart=True),), BEST, "fspad"),
     "falcon": Case((DraftFalcon(levels=4, block=2),), BLOCKS, "falcon"),

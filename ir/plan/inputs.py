@@ -48,6 +48,11 @@ INPUTS: Mapping[str, Input] = MappingProxyType(
         "seen": Input(
             "i64[B,T]", "rows of the target's states that each token sees, for functions that draft"
         ),
+        "before": Input(
+            "i64[B,T,2]",
+            "the two tokens before each, the text's first where there are fewer, for functions "
+            "that draft",
+        ),
         "ancestors": Input(
             "bool[B,T,T]",
             "whether a token (row) continues another (column), itself included; without it the "
@@ -58,6 +63,7 @@ INPUTS: Mapping[str, Input] = MappingProxyType(
 )
 
 ANCESTORS = "ancestors"
+BEFORE = "before"
 SEEN = "seen"
 TARGET = "target"
 """``target.5.key``: an input of a function that drafts, which stands for the state in which the

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ...ir.execution.executable import Executable
-from ...ir.plan.inputs import SEEN
+from ...ir.plan.inputs import BEFORE, SEEN
 from ..feeding.draft import UnverifiedStep, VerifiedStep
 from ..feeding.gather import rows_of
 from ..memo import Memo
@@ -169,6 +169,19 @@ class CommittedRows(Follower):
         read = np.array([[len(text) - 1] for text in self.texts], dtype=np.int64)
         return np.minimum(positions + self.shift, read)
 
+    def before(self, past: Sequence[int], count: int) -> Ids | None:
+        """The two tokens before each of `count` ones i64[B,N,2] from these rows of the texts on,
+        which may be behind their ends. None: the function reads none."""
+        if BEFORE not in self.cache.takes:
+            return None
+        found = np.zeros((len(past), count, 2), dtype=np.int64)
+        for text, row, pairs in zip(self.texts, past, found, strict=True):
+            places = row + self.shift - 2 + np.arange(count)[:, None] + np.arange(2)
+            start = max(row + self.shift - 2, 0)
+            some = np.array(text[start : start + count + 2] or [0], dtype=np.int64)
+            pairs[:] = some[(places - start).clip(0, len(some) - 1)]
+        return found
+
     @property
     def lacking(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """bool[B], sequences of which nothing is known that a draft could start from."""
@@ -221,7 +234,8 @@ class CommittedRows(Follower):
         if self.block > 1:
             beside = block_sees(ends.tolist(), width, self.block)
         given = tokens, positions, past, select, features, beside
-        outputs = self.cache.run(*given, seen=self.seen(positions), silent=silent)
+        beside_text = {"seen": self.seen(positions), "before": self.before(past, width)}
+        outputs = self.cache.run(*given, **beside_text, silent=silent)
         self.rows = [rows + count for rows, count in zip(self.rows, counts, strict=True)]
         self.fresh = np.array(counts) >= self.block
         return outputs

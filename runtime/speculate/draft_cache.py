@@ -11,7 +11,7 @@ import torch
 
 from ...ir import UnsupportedError, type_of
 from ...ir.execution.executable import Executable
-from ...ir.plan.inputs import ANCESTORS, INPUTS, OPTIONAL, SEEN
+from ...ir.plan.inputs import ANCESTORS, BEFORE, INPUTS, OPTIONAL, SEEN
 from ..feeding.calls import Calls
 from ..feeding.feed import CHUNK
 from ..feeding.gather import gathered, written
@@ -23,7 +23,7 @@ CHOSEN = ("draft_tokens", "draft_scores", "draft_logits")
 """What functions that draft give of chosen columns only, where they take ``select``; one with
 ``draft_odds`` gives those so, too."""
 
-STATES = ("hidden", "ahead")
+STATES = ("hidden", "ahead", "joined")
 """What functions that draft give of every token."""
 
 HELD = 128
@@ -55,7 +55,7 @@ class DraftInputs:
         for name, values in given.items():
             if name not in self.ids:
                 continue
-            if name in ("tokens", "positions", SEEN):
+            if name in ("tokens", "positions", SEEN, BEFORE):
                 self.ids[name][:, :count], self.ids[name][:, count:] = values, 0
             else:
                 self.ids[name][:] = values
@@ -97,13 +97,14 @@ class DraftCache:
         ancestors: Flags | None = None,
         *,
         seen: Ids | None = None,
+        before: Ids | None = None,
         silent: bool = False,
     ) -> dict[str, torch.Tensor]:
         """Feed tokens i64[B,N] after `past[b]` rows; outputs of the columns `select` i64[B,S].
 
-        hidden: f[B,N,H], seen: i64[B,N], if the function takes them. ancestors: bool[B,N,N]; None:
-        a chain. silent: only the rows are wanted. What the rows after a sequence's own hold must
-        not matter.
+        hidden: f[B,N,H], seen: i64[B,N], before: i64[B,N,2], if the function takes them. ancestors:
+        bool[B,N,N]; None: a chain. silent: only the rows are wanted. What the rows after a
+        sequence's own hold must not matter.
         """
         batch, count = tokens.shape
         width = self.widths.holding(count)
@@ -118,6 +119,7 @@ class DraftCache:
         call = self._call(batch, width, select.shape[1], ancestors is not None)
         given = {"tokens": tokens, "positions": positions, "past": past, "select": select}
         given |= {} if seen is None else {SEEN: seen}
+        given |= {} if before is None else {BEFORE: before}
         call.fill(given, hidden, ancestors)
         fetch = () if silent else self.fetch
         if count > HELD:

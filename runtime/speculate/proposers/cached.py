@@ -29,7 +29,8 @@ from .hidden import level_of
 class _Nodes:
     """The nodes of a draft that are fed again with each level.
 
-    tokens: i64[B,N]. given: f[B,N,H], the feature beside each token. seen: bool[B,N,N], ancestors.
+    tokens: i64[B,N]. given: f[B,N,H], the feature beside each token. before: i64[B,N,2], the two
+    tokens before each, where the function takes them. seen: bool[B,N,N], ancestors.
     depths: i64[N], levels below `above`; last: the first node of the last level. above: rows of the
     one-node levels over all of them. size: how many nodes are a block, which see each other, and
     whose depths count up.
@@ -38,12 +39,15 @@ class _Nodes:
     def __init__(self, batch: int, above: int = 0, size: int = 1) -> None:
         self.tokens: Ids = np.empty((batch, 0), dtype=np.int64)
         self.given: torch.Tensor | None = None
+        self.before: Ids | None = None
         self.seen: Flags = np.empty((batch, 0, 0), dtype=np.bool_)
         self.depths: Ids = np.empty(0, dtype=np.int64)
         self.last = 0
         self.above, self.size = above, size
 
-    def add(self, tokens: Ids, parents: Ids, given: torch.Tensor | None) -> None:
+    def add(
+        self, tokens: Ids, parents: Ids, given: torch.Tensor | None, before: Ids | None
+    ) -> None:
         """A level below the last one; parents are places in that, of blocks where there are."""
         batch, have = self.tokens.shape
         count = tokens.shape[1]
@@ -60,6 +64,9 @@ class _Nodes:
         self.depths = np.concatenate([self.depths, depth + np.tile(np.arange(self.size), blocks)])
         if given is not None:
             self.given = given if self.given is None else torch.cat([self.given, given], 1)
+        if before is not None:
+            have_some = self.before is not None
+            self.before = np.concatenate([self.before, before], 1) if have_some else before
         self.seen, self.last = seen, have
 
 
@@ -67,13 +74,16 @@ class _Nodes:
 class CachedProposer(Proposer):
     """Feeds draft nodes behind the rows of the committed text. See the module docstring.
 
-    made: the outputs of the last call, of the nodes of its last level. function: whose cache holds
-    the text's rows. ahead, blank, mutual, block: see `CommittedRows`; nodes are fed in blocks, too.
+    made: the outputs of the last call, of the nodes of its last level. ends: i64[B,M,2], the last
+    two tokens down to each of them, if the function takes those before a token. function: whose
+    cache holds the text's rows. ahead, blank, mutual, block: see `CommittedRows`; nodes are fed in
+    blocks, too.
     """
 
     record: CachedDraft
     reads = True
     made: Mapping[str, torch.Tensor]
+    ends: Ids | None = None
     function: str = ""
     ahead: int = 0
     blank: int | None = None
@@ -101,6 +111,9 @@ class CachedProposer(Proposer):
     def root(self, count: int) -> Level:
         outputs = self.committed.catch_up()
         self.nodes = self.no_nodes(0)
+        committed = self.committed
+        ends = [len(text) - committed.shift for text in committed.texts]
+        self.ends = committed.before(ends, 1)
         return self._level(outputs, count)
 
     def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
@@ -119,7 +132,7 @@ class CachedProposer(Proposer):
         if self.nodes.tokens.shape[1] == self.block:
             self.nodes = self.no_nodes(self.nodes.above + self.block)
         nodes = self.nodes
-        nodes.add(tokens, parents, given)
+        nodes.add(tokens, parents, given, self._before(tokens, parents))
         total = nodes.tokens.shape[1]
         rows = [count + nodes.above for count in committed.rows]
         past = [committed.place(index, row, total) for index, row in enumerate(rows)]
@@ -132,7 +145,16 @@ class CachedProposer(Proposer):
             nodes.given,
             nodes.seen if total > 1 else None,
             seen=committed.seen(positions),
+            before=nodes.before,
         )
+
+    def _before(self, tokens: Ids, parents: Ids) -> Ids | None:
+        """The two tokens before each of a level's; None: the function reads none."""
+        if self.ends is None:
+            return None
+        above = np.take_along_axis(self.ends, parents[:, :, None], 1)
+        self.ends = np.concatenate([above[:, :, 1:], tokens[:, :, None].clip(min=0)], 2)
+        return above
 
     def _level(self, outputs: Mapping[str, torch.Tensor], count: int) -> Level:
         self.made = outputs
