@@ -234,8 +234,9 @@ class CommittedRows(Follower):
         if self.block > 1:
             beside = block_sees(ends.tolist(), width, self.block)
         given = tokens, positions, past, select, features, beside
-        beside_text = {"seen": self.seen(positions), "before": self.before(past, width)}
-        outputs = self.cache.run(*given, **beside_text, silent=silent)
+        outputs = self.cache.run(
+            *given, seen=self.seen(positions), before=self.before(past, width), silent=silent
+        )
         self.rows = [rows + count for rows, count in zip(self.rows, counts, strict=True)]
         self.fresh = np.array(counts) >= self.block
         return outputs
