@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,13 @@ from tiny import tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
-from graftwork.ir import PassError, Program
+from graftwork.ir import PassError, Program, VerifyError, verify
 from graftwork.ir.plan import NoDraft
 from graftwork.passes.drafting.chimera import ChimeraProposer
 from graftwork.passes.drafting.chimera.graph import DraftChimera
 from graftwork.passes.drafting.chimera.objective import chimera_loss
 from graftwork.passes.engine.base import Pass
+from graftwork.passes.engine.plan_edits import with_plan
 from graftwork.runtime.speculate.drafters import grown
 
 LAYER = "chimera.layers.0"
@@ -160,6 +162,13 @@ def test_untrained_heads_say_what_the_target_says_of_its_last_state() -> None:
         found = program.weights[f"chimera.heads.{level}.weight"].load()
         assert torch.equal(found[:, : head.shape[1]], head)
         assert not found[:, head.shape[1] :].any()
+
+
+def test_a_plan_with_fewer_heads_than_levels_is_refused() -> None:
+    program = drafting(DraftChimera(levels=3), CHAIN)
+    draft = replace(program.plan.draft, heads=("chimera_0",))
+    with pytest.raises(VerifyError, match=r"names 1 heads: expected one for each of its 3 levels"):
+        verify(with_plan(program, draft=draft))
 
 
 def test_heads_of_other_depths_are_refused(tmp_path: Path) -> None:

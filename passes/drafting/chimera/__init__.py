@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import torch
 
+from ....ir import InputError
 from ....ir.plan import CachedDraft, DecodePlan, record
 from ....ir.plan.base import Returned
 from ....ir.plan.bounds import Filled, Share
@@ -39,6 +40,11 @@ class ChimeraDraft(CachedDraft):
     unrolls: ClassVar[bool] = False
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        if len(self.heads) != self.levels:
+            raise InputError(
+                f"{self.brief} names {len(self.heads)} heads: expected one for each of its "
+                f"{self.levels} levels"
+            )
         yield self.function, {"hidden": ("", "", ""), "joined": ("", "", "")}
         for head in self.heads:
             yield head, candidates()

@@ -17,6 +17,7 @@ from pydantic import Field
 
 from ....ir import InputError
 from ....ir.plan import policy, record
+from ....ir.plan.bounds import MOST_NODES, Place
 from ....ir.plan.contract import Contract
 from ....ir.plan.verify import VerifyRecord
 from ....runtime.asking.request import Request
@@ -31,7 +32,8 @@ from ..jacobi import JacobiDraft, JacobiDrafter
 if TYPE_CHECKING:  # a plan holds records, and their methods take plans
     from ....ir.plan import DecodePlan
 
-Steps = Annotated[int, Field(ge=1)]
+Steps = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Answer = Annotated[tuple[Place, ...], Field(max_length=MOST_NODES)]
 
 
 @record
@@ -55,7 +57,7 @@ class FastCotDraft(JacobiDraft):
     """
 
     steps: Steps = 32
-    answer: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    answer: Answer = ()
     kind: ClassVar[str] = "fastcot"
     contract: ClassVar[Contract] = Contract.APPROXIMATE
 
