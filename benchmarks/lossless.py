@@ -54,6 +54,7 @@ from systems import (
 
 import graftwork as gw
 from graftwork.ir import GraftworkError
+from graftwork.ir.plan.contract import changes
 from graftwork.recipe import recipes
 
 Row = dict[str, Any]
@@ -178,7 +179,7 @@ def main() -> None:
     args = parser.parse_args()
     names = chosen(args.recipes)
     for name in names:
-        approximate = with_settings(name, args.set).contract == "approximate"
+        approximate = changes(with_settings(name, args.set).contract)
         if approximate and not args.reference:
             parser.error(
                 f"{name} is approximate: it does not promise transformers' texts; leave it out, or "

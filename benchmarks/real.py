@@ -54,6 +54,7 @@ import graftwork as gw
 from graftwork.backends import Target
 from graftwork.backends.tiles import kernel_name
 from graftwork.data.cost import Remembered, cost_of
+from graftwork.ir.plan.contract import changes
 from graftwork.measuring.agreement import OwnText
 from graftwork.passes.engine.base import Effect
 from graftwork.recipe import Recipe, recipes
@@ -150,7 +151,7 @@ def cell(plain: Plain, recipe: Recipe) -> dict[str, Any]:
         return row | {"none": f"refused: {error}"}
     row["made"] = time.perf_counter() - start
     assert made.report is not None and plain.model.report is not None
-    row["untrained"] = "trained heads" in recipe.brought
+    row["untrained"] = bool({"trained heads", "a tuned target"} & {*recipe.brought})
     row["weights"] = made.report.weight_bytes_after / plain.model.report.weight_bytes_after
     both: tuple[gw.Model, ...] = ()
     texts, steps, decode, prefill = [], [], [], []
@@ -170,7 +171,7 @@ def cell(plain: Plain, recipe: Recipe) -> dict[str, Any]:
     row |= {"texts": kept.texts, "same": kept.equal, "kept": kept.share}
     row["accepted"] = statistics.mean(steps)
     row |= {"speed": statistics.median(decode), "prompt": statistics.median(prefill)}
-    if recipe.contract == "approximate":
+    if changes(recipe.contract):
         rows = any(Effect.CACHE_CONTENTS in step.pass_.effects for step in recipe.steps)
         for label, ids in plain.texts(ROWS if rows else TOKENS):
             row[label] = cost_of(made, plain.reading, ids).model_dump(exclude={"text", "speed"})

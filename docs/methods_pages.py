@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from graftwork.passes import Contract, Pass
+from graftwork.ir.plan.contract import changes
+from graftwork.passes import Pass
 from graftwork.recipe import Recipe, recipes
 
 DOCS = Path(__file__).parent
@@ -27,6 +28,8 @@ FAMILIES = {
     "edits, answers about a document), with any model as it is. Texts do not change.",
     "Drafts by trained heads": "For one model that serves much: heads are trained on its own text "
     "(`graftwork train`), or come as published weights. Texts do not change.",
+    "Drafts by a tuned target": "For one model that serves much and may change a little: it is "
+    "trained with its drafts, and texts are the tuned model's own, to the token.",
     "Drafts by the target's own layers": "For models that agree with themselves early, as trained "
     "for it (`train_exits`) or with a trained exit. Texts do not change.",
     "Drafts by another model": "For a large model that has a small one of its family.",
@@ -49,6 +52,7 @@ REAL = (
 CONTRACTS = {
     "exact": "Logits stay as they are, up to float error.",
     "lossless": "The output distribution stays: decoding greedily, every token.",
+    "tuned": "Texts are the tuned target's own, to the token; training says how far it moved.",
     "approximate": "Texts may differ from the model's own; `graftwork eval` says how far.",
 }
 
@@ -92,6 +96,8 @@ def family_of(recipe: Recipe) -> str:
     drafts = any(pass_.name.startswith("draft_") for pass_ in own_passes(recipe))
     if "placement" in rooms:
         return "Several processes"
+    if recipe.contract == "tuned":
+        return "Drafts by a tuned target"
     if drafts and "numerics" in rooms:
         return "Drafts over few bits"
     if drafts and "depth" in rooms:
@@ -161,14 +167,17 @@ def _room(pass_: Pass) -> str:
 def _tried(recipe: Recipe) -> list[str]:
     learns = " --data TEXTS" if recipe.reads_text else ""
     lines = []
-    if "trained heads" in recipe.brought:
-        lines.append(f"    graftwork train MODEL --recipe {recipe.name} --data TEXTS --out HEADS")
+    if {"trained heads", "a tuned target"} & {*recipe.brought}:
+        tunes = " --tune" if recipe.contract == "tuned" else ""
+        train = f"graftwork train MODEL --recipe {recipe.name}{tunes} --data TEXTS --out HEADS"
+        lines.append(f"    {train}")
         heads = [p.name for p in own_passes(recipe) if "weights" in type(p).model_fields]
-        learns += f" --set {heads[0]}.weights=HEADS" if heads else ""
+        used = heads if tunes else heads[:1]
+        learns += "".join(f" --set {name}.weights=HEADS" for name in used)
     lines.append(f"    graftwork optimize MODEL --recipe {recipe.name}{learns} --out DIR")
     if "tensor_parallel" not in recipe.name:
         lines.append("    graftwork generate DIR --prompt TEXT")
-    if recipe.contract == Contract.APPROXIMATE.value:
+    if changes(recipe.contract):
         lines.append(f"    graftwork eval MODEL --recipes {recipe.name}{learns}")
     return lines
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .training.early_exit import train_exits
     from .training.fit import fit
     from .training.heal import heal
+    from .training.tuned import train_target
 
 _install()
 
@@ -45,6 +46,7 @@ __all__ = [
     "optimize",
     "recipes",
     "train_exits",
+    "train_target",
     "tune",
 ]
 
@@ -64,6 +66,7 @@ _HOMES = {
     "optimize": ".optimizing",
     "recipes": ".recipe",
     "train_exits": ".training",
+    "train_target": ".training",
     "tune": ".measuring.tuning",
 }
 

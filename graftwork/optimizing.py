@@ -29,7 +29,7 @@ from .data.prompts import Prompts, check_seed, sample_prompts, validation_batch
 from .frontends.generation import Known, nobody
 from .hub.download import local
 from .ir import GraftworkWarning, InputError, Program
-from .ir.plan.contract import Contract
+from .ir.plan.contract import changes
 from .ir.support.cache_folder import cache_folder
 from .ir.support.files import plain_path
 from .model import Model, as_target
@@ -178,7 +178,7 @@ def optimize(
         made = _turned(model, chosen, where, text, tolerance, made_by, progress)
     else:
         made = made_by(chosen)
-    measured = cost is not False and chosen.contract == Contract.APPROXIMATE.value
+    measured = cost is not False and changes(chosen.contract)
     if measured or strict:
         plain = optimize(model, target=where, progress=progress)
         speed = check_pace(made, plain, strict=strict)

@@ -17,8 +17,8 @@ from .drawing.parts import weights_by_part
 from .drawing.reported import Told
 from .ir import InputError, PassRecord, Program
 from .ir.execution.executable import Executable, KernelUse, Memory
+from .ir.plan.contract import Contract, changes
 from .ir.text.printer import fields_of
-from .passes.engine.base import Contract
 from .passes.engine.manager import PassReport
 from .runtime.cache.conversations import Conversations
 from .runtime.generation import drafted_so_far
@@ -27,6 +27,12 @@ from .runtime.stats import by_depth
 APPROXIMATE = (
     "approximate: texts may differ from the target's own; graftwork bench measures how much is kept"
 )
+
+TUNED = (
+    "tuned: texts are the tuned target's own, to the token, and may differ from the original's; "
+    "optimize with cost=True measures how far"
+)
+NOTES = {Contract.APPROXIMATE.value: APPROXIMATE, Contract.TUNED.value: TUNED}
 
 
 class Frozen(BaseModel):
@@ -183,7 +189,7 @@ class Report(Frozen):
         if self.generates:
             facts.append(("generates by default with", self.generates))
         remarks = [f"{line.name}: {remark}" for line in self.passes for remark in line.remarks]
-        unmeasured = self.contract == Contract.APPROXIMATE.value and self.cost is None
+        unmeasured = changes(self.contract) and self.cost is None
         options = [
             (line.name, ", ".join(f"{name}={value}" for name, value in line.options.items()))
             for line in self.passes
@@ -195,7 +201,7 @@ class Report(Frozen):
             heads=heads,
             passes=rows,
             options=options,
-            notes=[*([APPROXIMATE] if unmeasured else []), *remarks, *self.notes],
+            notes=[*([NOTES[self.contract]] if unmeasured else []), *remarks, *self.notes],
             quality=[] if self.cost is None else self.cost.lines(),
             memory={} if model is None else self._parts(model.program),
             acceptance=self.acceptance(),
@@ -230,9 +236,11 @@ class Report(Frozen):
             f"{megabytes(self.weight_bytes_after)}; traced in {self.trace_seconds:.1f} s, "
             f"transformed in {sum(line.seconds for line in self.passes):.1f} s"
         )
-        approximate = self.contract == Contract.APPROXIMATE.value
-        said = APPROXIMATE if self.cost is None else f"approximate: {self.cost}"
-        notes = [Text(said, style="yellow")] if approximate else []
+        notes = []
+        if changes(self.contract):
+            cost = f"{self.contract}: {self.cost}"
+            said = NOTES[self.contract] if self.cost is None else cost
+            notes.append(Text(said, style="yellow"))
         notes += [
             Text(f"note: {line.name}: {remark}", style="yellow")
             for line in self.passes

@@ -300,6 +300,13 @@ class WeightStore(Mapping[str, Weight]):
             merged[weight.name] = weight
         return WeightStore(merged)
 
+    def renewed(self, *weights: Weight) -> WeightStore:
+        """This store with some inputs of derived weights replaced by others of the same name."""
+        given = {weight.name: weight for weight in weights}
+        return WeightStore(
+            {name: _renewed(weight, given) for name, weight in self._weights.items()}
+        )
+
     def only(self, names: set[str]) -> WeightStore:
         """The weights with these names, in this store's order."""
         return WeightStore({n: w for n, w in self._weights.items() if n in names})

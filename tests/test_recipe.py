@@ -191,7 +191,7 @@ def test_every_bundled_recipe_says_what_it_is() -> None:
     listed = gw.recipes()
     assert "baseline" in [recipe.name for recipe in listed]
     for recipe in listed:
-        assert recipe.title and recipe.contract in ("exact", "lossless", "approximate")
+        assert recipe.title and recipe.contract in ("exact", "lossless", "tuned", "approximate")
         assert Recipe.load(recipe.name) == recipe
 
 

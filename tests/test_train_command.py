@@ -19,7 +19,7 @@ from graftwork.ir import InputError
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.training import FitState, fit
 from graftwork.training import fit as fitting
-from graftwork.training.fit import _Fit
+from graftwork.training.fit import Fit
 
 SMALL = ("--target", CPU, "--batch", 1, "--window", 24, "--own", 0)
 
@@ -32,7 +32,7 @@ def test_preparing_is_not_training(tmp_path: Path) -> None:
 
 
 def test_without_a_step_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(_Fit, "_used_up", lambda self, state: True)
+    monkeypatch.setattr(Fit, "_used_up", lambda self, state: True)
     with pytest.raises(InputError, match=r"no step was made in minutes=0\.01.*nothing is written"):
         fit(drafted(DraftMedusa()), TEXT, out=tmp_path / "out", minutes=0.01, batch=2, window=24)
     assert not (tmp_path / "out").exists()

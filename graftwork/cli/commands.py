@@ -195,9 +195,10 @@ def _measured(made: Model, source: str, show: Callable[[str], None]) -> None:
     """Say in the report what an approximate recipe costs, where that can be told."""
     from ..data.cost import cost_of, why_not
     from ..data.knob import pace_of
+    from ..ir.plan.contract import changes
     from ..optimizing import optimize as optimize_model
 
-    if made.report is None or made.report.contract != "approximate" or made.report.cost:
+    if made.report is None or not changes(made.report.contract) or made.report.cost:
         return
     if reason := why_not(made):
         show(f"what it costs is not measured: {reason}")

@@ -205,6 +205,7 @@ def _write(
     """Generate and print. begun: number of tokens before the new ones. first: called before
     anything is printed."""
     from ..chat.text_stream import StopTexts, cut
+    from ..ir.plan.contract import changes
     from ..ir.support.tokenizer import decode
     from .text_printer import TextPrinter
 
@@ -217,7 +218,7 @@ def _write(
     result = opened.generate([ids], streamer=printer if stream else None, **keywords)
     first()
     stats: Stats = result.stats
-    approximate = opened.recipe.get("contract") == "approximate"
+    approximate = changes(str(opened.recipe.get("contract", "")))
     new = result.sequences[0, begun:].tolist()
     ended = bool(new) and new[-1] in ends
     text, stopped = cut(decode(tokenizer, new[:-1] if ended else new), stops)

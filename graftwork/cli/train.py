@@ -54,6 +54,9 @@ def train(
             metavar="RANK",
         ),
     ] = 0,
+    tune: Annotated[
+        bool, typer.Option(help="Of recipes with tune_target: change the target's weights, too.")
+    ] = False,
     lessons: Annotated[
         Path | None,
         typer.Option(
@@ -66,14 +69,15 @@ def train(
     ] = "int8",
     resume: Annotated[bool, typer.Option(help="Continue from the checkpoint in --out.")] = False,
 ) -> None:
-    """Train a recipe's draft heads on what the model itself predicts; or, for one that leaves
-    layers out, the layers that are left, and write a checkpoint."""
+    """Train a recipe's draft heads on what the model itself predicts; with --tune, the target with
+    them; or, for one that leaves layers out, the layers that are left, and write a checkpoint."""
     from ..artifact.destinations import check_above
     from ..data.calibration import check_documents
     from ..model import as_target
     from ..optimizing import optimize
-    from ..training import FitState, fit
+    from ..training import FitState, fit, train_target
     from ..training.heal import heals
+    from ..training.net import tunes
     from .open_model import with_settings
     from .progress import training_progress
 
@@ -84,14 +88,26 @@ def train(
         check_documents(data)
     chosen = replace(chosen, knob=None)
     rates = {} if rate is None else {"rate": rate}
+    options: dict[str, Any]
     if heals(chosen):
         require(data is not None, "healing layers takes --data: texts like those to be written")
-        options: dict[str, Any] = {"minutes": minutes, "steps": steps, "batch": batch}
+        options = {"minutes": minutes, "steps": steps, "batch": batch}
         options |= {**rates, "window": window, "seed": seed, "lora": lora, "lessons": lessons}
         options["half"] = half
         _heal(model, chosen, data, folder, resume, options)
         return
     require(not lora, f"--lora is for recipes that leave layers out, and {chosen.name} does not")
+    tuned = tunes(chosen)
+    require(
+        tuned or not tune,
+        f"--tune is for recipes with the pass tune_target, such as medusa2, and {chosen.name} has "
+        f"none",
+    )
+    require(
+        tune or not tuned,
+        f"{chosen.name} changes the target's weights in training: ask for that with --tune, or "
+        f"train a recipe without tune_target",
+    )
     with training_progress(err) as update, _interruptible(folder):
         made = optimize(
             model,
@@ -101,25 +117,14 @@ def train(
             progress=lambda what: update(FitState(what, 0.0)),
         )
         faster, reader = _faster(model, writer, chosen, made.target, update)
-        fitted = fit(
-            made,
-            data,
-            out=folder,
-            resume=resume,
-            writer=faster,
-            reader=reader,
-            lessons=lessons,
-            progress=update,
-            minutes=minutes,
-            steps=steps,
-            batch=batch,
-            window=window,
-            passes=passes,
-            own=own,
-            seed=seed,
-            half=half,
-            **rates,
-        )
+        options = {"out": folder, "resume": resume, "writer": faster, "lessons": lessons}
+        options |= {"progress": update, "minutes": minutes, "steps": steps, "batch": batch}
+        options |= {"window": window, "passes": passes, "own": own, "seed": seed, "half": half}
+        options |= rates
+        if tuned:
+            fitted: Fitted = train_target(made, data, **options)
+        else:
+            fitted = fit(made, data, reader=reader, **options)
     out.print(_summary(fitted, folder), markup=False, soft_wrap=True)
 
 
@@ -184,11 +189,13 @@ def _summary(fitted: Fitted, folder: Path) -> str:
     names = [name for name in names if "weights" in known[name].model_fields]
     settings = " ".join(f"--set {name}.weights={folder}" for name in names)
     hits = ", ".join(f"{hit:.2f}" for hit in fitted.hits)
+    change = getattr(fitted, "change", None)
+    changed = "" if change is None else f"the target changed: {change}\n"
     kept = "" if fitted.own_text is None else f", {fitted.own_text}"
     return (
         f"{fitted.steps} steps, loss {fitted.loss:.3f}, accuracy by depth {hits}; "
         f"{fitted.accepted_per_step:.2f} tokens a step on held-out text{kept}\n"
-        f"weights in {folder}: use them with {settings}"
+        f"{changed}weights in {folder}: use them with {settings}"
     )
 
 

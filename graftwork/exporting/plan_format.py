@@ -36,7 +36,7 @@ class ModelRecord(_Record):
     pad: int | None
     generation: dict[str, Any]
     """Defaults, as generation_config.json names them."""
-    contract: Literal["exact", "lossless", "approximate"]
+    contract: Literal["exact", "lossless", "tuned", "approximate"]
     license: str
 
 

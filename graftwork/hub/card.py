@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from .._version import __version__
+from ..ir.plan.contract import changes
 from ..report import Report, megabytes
 
 _CACHED = re.compile(r"models--(.+?)--(.+)/snapshots/([0-9a-f]+)")
@@ -55,7 +56,7 @@ def model_card(report: Report | None, recipe: Mapping[str, Any], name: str) -> s
         ]
         if report.cost is not None:
             lines += [f"| {what} | {figure} |" for what, figure in report.cost.lines()]
-        elif contract == "approximate":
+        elif changes(contract):
             lines.append("| what it costs | not measured: `optimize(..., cost=True)` does |")
         lines += ["", "Passes: " + ", ".join(f"`{line.name}`" for line in report.passes) + "."]
     lines += [

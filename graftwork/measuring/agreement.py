@@ -16,7 +16,8 @@ import torch
 from ..ir import Program
 from ..ir.execution.executable import Executable, Planned
 from ..ir.plan import DecodePlan
-from ..passes.engine.base import Contract, Effect, all_passes
+from ..ir.plan.contract import changes
+from ..passes.engine.base import Effect, all_passes
 from ..runtime.asking.options import BEST
 from ..runtime.generation import Generated, forget, generate
 
@@ -75,7 +76,7 @@ def _alike(own: Sequence[int], got: Sequence[int]) -> int:
 
 
 def is_approximate(program: Program) -> bool:
-    """Whether any pass of the program has an approximate contract."""
+    """Whether any pass of the program may change texts: its contract is approximate or tuned."""
     return bool(_approximate(program))
 
 
@@ -86,8 +87,7 @@ def keeps_step(program: Program) -> bool:
 
 
 def _approximate(program: Program) -> list[str]:
-    worst = Contract.APPROXIMATE.value
-    return [record.name for record in program.provenance if record.contract == worst]
+    return [record.name for record in program.provenance if changes(record.contract)]
 
 
 def plain_plan(plan: DecodePlan) -> DecodePlan:

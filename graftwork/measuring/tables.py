@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..passes.engine.base import Contract
+from ..ir.plan.contract import Contract, changes
 from ..recipe import Recipe
 from .bench import Row
 
@@ -91,6 +91,7 @@ def _own(row: Row) -> str:
 def _same(row: Row) -> Text:
     if row.same is None:
         return Text("")
-    if row.contract == Contract.APPROXIMATE.value:
-        return Text(f"approx. {row.same.equal} of {row.same.total}")
+    if changes(row.contract):
+        said = "approx." if row.contract == Contract.APPROXIMATE.value else row.contract
+        return Text(f"{said} {row.same.equal} of {row.same.total}")
     return Text(str(row.same), style="" if not row.same.different else "bold red")

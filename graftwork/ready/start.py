@@ -43,7 +43,7 @@ class Ready:
     @property
     def approximate(self) -> bool:
         """Whether the target itself may write another text."""
-        return bool(self.runner.model["contract"] == "approximate")
+        return self.runner.model["contract"] in ("approximate", "tuned")
 
     def fits(self, text: str, count: int | None, greedy: bool | None) -> tuple[list[int], int]:
         """The tokens of a prompt, and how many new ones are asked for: 0 if something else than the

@@ -1,9 +1,11 @@
-"""Training of inserted weights (`fit`), or of the target itself (`train_exits`, `heal`)."""
+"""Training of inserted weights (`fit`), of the target with them (`train_target`), or of the target
+itself (`train_exits`, `heal`)."""
 
 from .early_exit import ExitsTrained, train_exits
 from .fit import FitOptions, FitState, Fitted, Report, fit
 from .heal import Healed, heal
 from .layerskip import LayerSkip
+from .tuned import Tuned, train_target
 
 __all__ = [
     "ExitsTrained",
@@ -13,7 +15,9 @@ __all__ = [
     "Healed",
     "LayerSkip",
     "Report",
+    "Tuned",
     "fit",
     "heal",
     "train_exits",
+    "train_target",
 ]

@@ -24,6 +24,7 @@ from ..data.corpus import Windows, own_text, read_corpus, split
 from ..data.prompts import Prompts, refuse_sources
 from ..ir import InputError, Program, Weight
 from ..ir.execution.executable import Planned
+from ..ir.plan import Record
 from ..ir.support.files import plain_path
 from ..measuring.agreement import OwnText, continued, is_approximate
 from ..measuring.agreement import own_text as own_text_kept
@@ -31,7 +32,7 @@ from ..passes.drafting.draft_vocabulary import chosen_by
 from ..passes.drafting.trained import trained_on
 from . import checkpoint
 from .budget import Budget, check_loss, rate_factor
-from .net import Net, check_chains, chosen, trainable, trained_parts
+from .net import Net, check_chains, chosen, refuse_tuning, trainable, trained_parts
 from .objectives.base import Batch, Loss, objective_of
 from .processes import Processes
 from .teacher_cache import CHOSEN, FOLDER, CachedWindows, Kept, Teacher, TeacherCache
@@ -160,11 +161,14 @@ def fit(
     """
     kept = None if lessons is None else plain_path("lessons", lessons)
     chosen = FitOptions(**options)
-    fitting = _Fit(model, data, plain_path("out", out), chosen, progress, writer, reader, kept)
+    refuse_tuning(model.program)
+    fitting = Fit(model, data, plain_path("out", out), chosen, progress, writer, reader, kept)
     return fitting.run(resume)
 
 
-class _Fit:
+class Fit:
+    """A run of `fit`: see there."""
+
     def __init__(
         self,
         model: Model,
@@ -179,8 +183,7 @@ class _Fit:
         self.model, self.out, self.options, self.progress = model, out, options, progress
         self.writer, self.reader, self.lessons = writer or model, reader, lessons
         refuse_sources(model.program)
-        parts = trained_parts(model.program.plan)
-        self.drafts = [part for part in parts if trainable(model.program, part)]
+        self.drafts = self._learning(trained_parts(model.program.plan))
         if not self.drafts:
             objective_of(model.program.plan.draft)  # its error lists what can be trained
             raise InputError(f"{model.program.name} has no inserted weights to train")
@@ -208,13 +211,14 @@ class _Fit:
         numbers, kept = self._written()
         del self.writer  # which may be large
         self.model = replace(self.model, program=self._with_words(numbers, kept, heads))
-        net = Net(self.model.program, list(dict.fromkeys(names)), device)
+        net = self._net(list(dict.fromkeys(names)), device)
         optimizer = torch.optim.AdamW(
-            net.parameters, lr=self.options.rate, betas=(0.9, 0.95), weight_decay=0.0
+            self._groups(net), lr=self.options.rate, betas=(0.9, 0.95), weight_decay=0.0
         )
         if resume:
             checkpoint.restore(optimizer, net.trained, net.parameters, heads, moments)
-        pool = self._taught(net, numbers, kept, start)
+            net.renew()
+        pool = self._taught(self._teaching(net), numbers, kept, start)
         self.reader = pool.teacher.reader = None  # which may be large, too
         self.started = time.perf_counter()
         while not self._used_up(state):
@@ -227,11 +231,29 @@ class _Fit:
         self.progress(FitState("measuring", 1.0, state.step))
         accepted = accepted_per_step(trained, self.held_out)
         last = state.losses[-1] if state.losses else math.nan
-        own = None
-        if is_approximate(trained.program):
-            prompts = held_out_prompts(trained, self.held_out)
-            own = own_text_kept(trained.executable, prompts, _room(trained, prompts[0]))
+        own = self._own_text(trained) if is_approximate(trained.program) else None
         return Fitted(trained, state.step, last, tuple(state.hits), accepted, own)
+
+    def _own_text(self, trained: Model) -> OwnText:
+        """How much of the target's own text is kept."""
+        prompts = held_out_prompts(trained, self.held_out)
+        return own_text_kept(trained.executable, prompts, room(trained, prompts[0]))
+
+    def _learning(self, parts: list[Record]) -> list[Record]:
+        """Those of a plan's records that learn."""
+        return [part for part in parts if trainable(self.model.program, part)]
+
+    def _net(self, names: list[str], device: torch.device) -> Net:
+        """What is trained. names: weights that were inserted."""
+        return Net(self.model.program, names, device)
+
+    def _teaching(self, net: Net) -> Net:
+        """What teaches: the target, which stays as it is."""
+        return net
+
+    def _groups(self, net: Net) -> list[dict[str, Any]]:
+        """The optimizer's groups of parameters; `slower`: by how much than the rate."""
+        return [{"params": net.parameters}]
 
     def _leave_nothing(self, pool: TeacherCache) -> NoReturn:
         """Refuse to write untrained weights."""
@@ -343,7 +365,7 @@ class _Fit:
         tokens = windows.tokens
         factor = rate_factor(self._share(state), state.step, 10, 0.05)
         for group in optimizer.param_groups:
-            group["lr"] = self.options.rate * factor
+            group["lr"] = self.options.rate * factor / group.get("slower", 1.0)
         optimizer.zero_grad(set_to_none=True)
         piece = self._piece(tokens)
         loss, hits = 0.0, [0.0]
@@ -357,10 +379,12 @@ class _Fit:
             (result.total * share).backward()
             loss += float(result.total.detach()) * share
             hits = result.hits
+        net.collect()
         self.processes.average(net.parameters)
         check_loss(loss, state.step, self.out, self.options.rate)
         torch.nn.utils.clip_grad_norm_(net.parameters, self.options.clip)
         optimizer.step()
+        net.renew()
         state.step += 1
         state.seconds += time.perf_counter() - start
         state.losses.append(loss)
@@ -454,7 +478,7 @@ def accepted_per_step(model: Model, documents: list[list[int]], count: int = 8) 
     whether they pay is another question."""
     prompts, plan = held_out_prompts(model, documents, count), model.program.plan
     whole = Planned(model.executable, replace(plan, length=plan.length.steady))
-    stats = [continued(whole, p, _room(model, p)).stats for p in prompts]
+    stats = [continued(whole, p, room(model, p)).stats for p in prompts]
     return sum(s.decoded_tokens for s in stats) / max(sum(s.sequence_steps for s in stats), 1)
 
 
@@ -466,6 +490,6 @@ def held_out_prompts(model: Model, documents: list[list[int]], count: int = 8) -
     return [stream[start : start + width] for start in starts]
 
 
-def _room(model: Model, prompt: list[int]) -> int:
+def room(model: Model, prompt: list[int]) -> int:
     """Number of new tokens for a prompt."""
     return min(64, model.program.info.context - len(prompt))

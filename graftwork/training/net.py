@@ -9,14 +9,16 @@ from typing import Any
 import torch
 
 from ..backends.torch.emit import emit
-from ..ir import Function, InputError, Program, Weight, type_of
+from ..ir import Function, InputError, Program, Weight, WeightStore, type_of
 from ..ir.plan import CachedDraft, DecodePlan, Record
 from ..ir.plan.inputs import OPTIONAL, SEEN
 from ..ir.plan.length import LengthRecord
 from ..ir.rewrite.subgraph import tables_of
 from ..passes.drafting.draft_vocabulary import OFFSETS, narrow
 from ..passes.drafting.grafts import FROZEN
+from ..passes.drafting.tune_target import TuneTarget, tuning_of
 from ..passes.stepping.accept_trees import branched
+from ..recipe import Recipe
 from .objectives.base import Functions, Run
 
 
@@ -76,6 +78,21 @@ def check_chains(program: Program) -> None:
                 )
 
 
+def refuse_tuning(program: Program) -> None:
+    """Errors: `InputError` for a recipe that trains the target, too: that has to be asked for."""
+    if tuning_of(program) is not None:
+        raise InputError(
+            f"{program.name}: the recipe has the pass tune_target, whose training changes the "
+            f"target's weights: ask for that (graftwork train --tune, or graftwork.train_target), "
+            f"or train the heads of a recipe without it"
+        )
+
+
+def tunes(recipe: Recipe) -> bool:
+    """Whether training a recipe changes the target's weights."""
+    return any(isinstance(step.pass_, TuneTarget) for step in recipe.steps)
+
+
 class Net:
     """Runs functions of a program with trained weights in float32. Drafters with a vocabulary of
     their own return logits of these tokens alone."""
@@ -110,6 +127,12 @@ class Net:
     def parameters(self) -> list[torch.nn.Parameter]:
         """The trained weights, in order."""
         return [self.tensors[name] for name in self.trained]  # type: ignore[misc]
+
+    def collect(self) -> None:
+        """After a backward pass: hand gradients on to the weights that others are computed from."""
+
+    def renew(self) -> None:
+        """After an optimizer step: compute weights anew that follow from trained ones."""
 
     def run(
         self, function: str | tuple[str, ...] | None, **inputs: torch.Tensor
@@ -194,7 +217,7 @@ class Net:
     def trained_program(self, drafts: Sequence[Record]) -> Program:
         """The program with the current weights, and the drafters marked as trained."""
         weights = self.whole.weights
-        for name in self.trained:
+        for name in (name for name in self.trained if name in weights):
             dtype = weights[name].type.dtype
             tensor = self.tensors[name].detach().to("cpu", dtype, copy=True)
             weights = weights.replacing(Weight.of(name, tensor))
@@ -203,7 +226,11 @@ class Net:
             slot.name: _marked(getattr(plan, slot.name), drafts) for slot in fields(plan)
         }
         plan = replace(plan, **marked)
-        return self.whole.replace(weights=weights, plan=plan)
+        return self.whole.replace(weights=self.inner(weights), plan=plan)
+
+    def inner(self, weights: WeightStore) -> WeightStore:
+        """The weights, with what was trained of their inputs."""
+        return weights
 
 
 def _marked(draft: Record, trained: Sequence[Record]) -> Record:

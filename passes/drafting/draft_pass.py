@@ -49,6 +49,7 @@ class TrainedPass(RecordPass):
         outcome = self.insert(program)
         if self.weights:
             given = TrainedWeights(self.weights, self.name, program, self.published)
+            given.check_tuned(program)
             given.check_all_used(self.trained(program, outcome.program), self.unread)
         if self.knows:
             return outcome

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ...ir import InputError, PassError, Program, TensorType, Weight
+from ...ir.plan.contract import Contract
 from ...ir.support.files import read_json
 from ...ir.weight_files import from_safetensors, open_safetensors
 from ...ir.weights import piece
@@ -27,6 +28,9 @@ FILES = (
 """Names of heads files in a folder: what training writes, and what others publish."""
 
 PICKLES = (".pt", ".bin", ".pth")
+
+ADAPTER = "tuned."
+"""Begins the names of adapters in the target (see `tune_target`)."""
 
 Published: TypeAlias = Callable[[str], tuple[str, ...]]
 """The names that a weight of ours may have in published files."""
@@ -70,9 +74,27 @@ def trained_on(program: Program) -> str:
     changed = [
         f"{record.name}{record.options}"
         for record in program.provenance
-        if record.matches and record.name in known and known[record.name].effects & others
+        if record.matches
+        and record.name in known
+        and known[record.name].effects & others
+        and known[record.name].contract is not Contract.TUNED  # adapters are compared themselves
     ]
     return hashlib.sha256(repr([mark, *changed]).encode()).hexdigest()[:32] if changed else mark
+
+
+def adapters_of(program: Program) -> dict[str, Weight]:
+    """The adapters that a program's weights are computed from, by name, in order."""
+    found: dict[str, Weight] = {}
+
+    def look(weight: Weight) -> None:
+        if weight.name.startswith(ADAPTER):
+            found.setdefault(weight.name, weight)
+        for part in weight.inputs:
+            look(part)
+
+    for weight in program.weights.values():
+        look(weight)
+    return found
 
 
 class TrainedWeights:
@@ -172,6 +194,32 @@ class TrainedWeights:
                 f"{self.owner}: {self.path} has {left[0]!r} as {self.type_of(left[0])}, for which "
                 f"these options have no place: were the heads trained with other options?"
             )
+
+    def check_tuned(self, program: Program) -> None:
+        """That a file which training wrote knows the target as the program has it: adapters that
+        were trained with the heads are in the program, and no others. Errors: `PassError`."""
+        held = adapters_of(program)
+        own = {name for name in self.names if name.startswith(ADAPTER)}
+        if not self.ours or self.path is None or not (held or own):
+            return
+        if not held:
+            raise PassError(
+                f"{self.owner}: {self.path} was trained together with the target's weights: add "
+                f"the pass tune_target with weights={str(self.path)!r}"
+            )
+        if any(held[name].load().any() for name in held if name.endswith(".up")):
+            same = own == held.keys() and all(self._equal(weight) for weight in held.values())
+        else:
+            same = not own
+        if not same:
+            raise PassError(
+                f"{self.owner}: {self.path} was trained for another target than tune_target makes: "
+                f"give both passes the same file of weights"
+            )
+
+    def _equal(self, weight: Weight) -> bool:
+        stored = from_safetensors(self.file, weight.name).cast(weight.type.dtype)
+        return stored.type == weight.type and torch.equal(stored.load(), weight.load())
 
     def check_config(self, **expected: Any) -> None:
         """That config.json, where it speaks of these keys, says this.

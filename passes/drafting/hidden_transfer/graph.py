@@ -35,10 +35,12 @@ order than ascending, and what `draft_ppd` refuses.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
 import torch
+import torch.fx
 
 from ....ir import Function, PassError, Program
 from ....ir.execution.analysis import blocks_of
@@ -72,19 +74,12 @@ class DraftHiddenTransfer(DraftPass):
         maps = tuple(f"{NAME}.{place}.weight" for place in range(draft.prompts))
         graft = self.graft(program, NAME, fn)
         layers = self._layers(fn, draft.prompts)
-        tokens, size = fn.input("tokens"), program.info.vocab_size
-        known = clamped_tokens(fn, size, self.name)
-        with fn.graph.inserting_after(known):
-            own = fn.call(A.lt.Scalar, tokens, size)
-        for place, layer in enumerate(layers):
-            marker = blocks_of(fn)[layer]
-            state = marker.all_input_nodes[0]
-            with fn.graph.inserting_before(marker):
-                node = fn.call(G.followed_rows.default, state, own, None)
-                mapped = graft.linear(node, f"{NAME}.{place}", graft.hidden, bias=False, init="eye")
-                here = fn.call(A.eq.Scalar, tokens, size + place)
-                here = fn.call(A.unsqueeze.default, here, -1)
-                marker.update_arg(0, fn.call(A.where.self, here, mapped, state))
+        size = program.info.vocab_size
+
+        def state(place: int, node: torch.fx.Node) -> torch.fx.Node:
+            return graft.linear(node, f"{NAME}.{place}", graft.hidden, bias=False, init="eye")
+
+        pseudo_states(fn, size, layers, self.name, state)
         with fn.graph.inserting_before(fn.output_node):
             best = candidates(fn, fn.outputs["logits"], min(self.candidates, size))
         del best["draft_logits"]
@@ -108,3 +103,30 @@ class DraftHiddenTransfer(DraftPass):
                 f"prompts={count}, ascending, of {', '.join(map(str, have))}"
             )
         return self.layers
+
+
+def pseudo_states(
+    fn: Function,
+    size: int,
+    layers: Sequence[int],
+    owner: str,
+    state: Callable[[int, torch.fx.Node], torch.fx.Node],
+) -> None:
+    """Let the ids size, size + 1, ... stand for states that begin after layers, one each, in place.
+
+    state: what the place-th one is, made of the states f[B,T,H] of the tokens that they follow.
+    Errors: `PassError` naming `owner` for a step that uses its tokens otherwise.
+    """
+    tokens = fn.input("tokens")
+    known = clamped_tokens(fn, size, owner)
+    with fn.graph.inserting_after(known):
+        own = fn.call(A.lt.Scalar, tokens, size)
+    for place, layer in enumerate(layers):
+        marker = blocks_of(fn)[layer]
+        stream = marker.all_input_nodes[0]
+        with fn.graph.inserting_before(marker):
+            node = fn.call(G.followed_rows.default, stream, own, None)
+            made = state(place, node)
+            here = fn.call(A.eq.Scalar, tokens, size + place)
+            here = fn.call(A.unsqueeze.default, here, -1)
+            marker.update_arg(0, fn.call(A.where.self, here, made, stream))
