@@ -15,7 +15,7 @@ from graftwork.backends.target import Target
 from graftwork.cli.demo import demo_folder
 from graftwork.data.prompts import read_prompts
 from graftwork.ir import InputError, PassError, Program
-from graftwork.ir.support.tokenizer import decode, encode, read_tokenizer
+from graftwork.ir.support.tokenizer import check_length, decode, encode, read_tokenizer
 from graftwork.model import Model
 from graftwork.passes.drafting.corpus.graph import DraftCorpus
 
@@ -97,6 +97,18 @@ def test_an_interrupt_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graftwork.ir.support.tokenizer.read_bytes", interrupted)
     with pytest.raises(KeyboardInterrupt):
         read_tokenizer(FILE)
+
+
+def test_a_text_far_beyond_the_context_is_refused_before_it_is_encoded() -> None:
+    """Encoding a hundred megabytes takes minutes, and gigabytes."""
+    tokenizer, most = read_tokenizer(FILE), 16
+    check_length(tokenizer, "a" * 64 * most, most)
+    longest = max(map(len, tokenizer.get_vocab()))
+    text = "a" * (max(64, longest) * most + 1)
+    with pytest.raises(InputError, match=rf"has {len(text)} characters.*context is 16: shorten"):
+        check_length(tokenizer, text, most)
+    with pytest.raises(InputError, match="characters, which are"):
+        Model(with_tokenizer(FILE), Target("eager"), {}).generate("a" * 10**7)
 
 
 def test_tokens_of_no_text_are_refused() -> None:

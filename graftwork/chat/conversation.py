@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from ..ir.support.errors import InputError
-from ..ir.support.tokenizer import decode, encode
+from ..ir.support.tokenizer import check_length, decode, encode
 from ..runtime.stats import Stats
 from .templates import ChatTemplate
 from .text_stream import StopTexts, check_stop, cut
@@ -82,7 +82,9 @@ class Conversation:
         """The prompt of the next answer: text and tokens. variables: see `ChatTemplate.render`.
         Errors: `InputError` for messages that the template refuses."""
         text = self.template.render(self.messages, **variables)
-        tokenizer = self.model.tokenizer.backend_tokenizer
+        tokenizer, program = self.model.tokenizer.backend_tokenizer, self.model.program
+        if not program.plan.cache.endless:
+            check_length(tokenizer, text, program.info.context)
         for before, ids in reversed(self.held):
             rest = text.removeprefix(before)
             # Tokenizers split texts at added tokens before anything else.

@@ -276,9 +276,11 @@ def _schema(given: str | None) -> Any:
 
 def _check_room(text: str, keywords: Mapping[str, Any], info: ModelInfo, tokenizer: Path) -> None:
     """Errors: `InputError` if the prompt and the new tokens exceed the context."""
-    from ..ir.support.tokenizer import encode, read_tokenizer
+    from ..ir.support.tokenizer import check_length, encode, read_tokenizer
     from ..runtime.asking.options import read_options
 
-    count = len(encode(read_tokenizer(tokenizer), text))
+    read = read_tokenizer(tokenizer)
+    check_length(read, text, info.context)
+    count = len(encode(read, text))
     anything = replace(info, vocab_size=info.vocab_size or 1 << 62)  # unknown for ONNX graphs
     read_options(keywords, anything).new_tokens(count, count, info)

@@ -13,7 +13,7 @@ from ..ir import InputError, Program
 from ..ir.program import ModelInfo
 from ..ir.support.files import LARGE, plain_path, read_text
 from ..ir.support.names import shown
-from ..ir.support.tokenizer import encode, read_tokenizer
+from ..ir.support.tokenizer import check_length, encode, read_tokenizer
 from ..runtime.asking.options import MOST_SEED
 
 Prompts = str | Path | Sequence[str] | Sequence[Sequence[int]]
@@ -58,7 +58,8 @@ def as_prompts(given: Any, program: Program) -> tuple[torch.Tensor, torch.Tensor
     if not isinstance(given, (list, tuple)) or not given:
         return as_ids(given), None
     if all(isinstance(item, str) for item in given):
-        encode = encoder(program, "input_ids")
+        endless = program.plan.cache.endless
+        encode = encoder(program, "input_ids", None if endless else program.info.context)
         given = [encode(text) for text in given]
     if not all(isinstance(row, (list, tuple)) for row in given) or len(set(map(len, given))) == 1:
         return as_ids(given), None
@@ -162,13 +163,20 @@ def _json_prompt(line: str, where: str) -> Any:
     raise InputError(f'data: {where}: expected {{"ids": [...]}} or {{"text": "..."}}')
 
 
-def encoder(program: Program, what: str = "data") -> Any:
-    """Text to token ids. Errors: `InputError`, about `what`, if the program has no tokenizer."""
+def encoder(program: Program, what: str = "data", most: int | None = None) -> Any:
+    """Text to token ids, at most `most` of them (far longer ones are refused at once). Errors:
+    `InputError`, about `what`, if the program has no tokenizer."""
     path = program.assets.get("tokenizer.json")
     if path is None:
         raise InputError(f"{what}: {program.name} has no tokenizer.json; give token ids, not text")
     tokenizer = read_tokenizer(path)
-    return lambda text: encode(tokenizer, text)
+
+    def encoded(text: str) -> list[int]:
+        if most is not None:
+            check_length(tokenizer, text, most)
+        return encode(tokenizer, text)
+
+    return encoded
 
 
 def _ids(item: Any) -> list[int]:

@@ -51,6 +51,20 @@ def encoded(tokenizer: Tokenizer, text: str, *, marked: bool = True) -> Encoding
         return tokenizer.encode(text, add_special_tokens=marked)
 
 
+def check_length(tokenizer: Tokenizer, text: str, most: int) -> None:
+    """Before a text is encoded, which takes minutes and gigabytes for hundreds of megabytes.
+
+    Errors: `InputError` if it has more than `most` tokens, however long these are."""
+    if len(text) <= 64 * most:  # vocabularies have longer tokens, but few: that is for `encode`
+        return
+    longest = max(map(len, tokenizer.get_vocab()), default=1)
+    if len(text) > longest * most:
+        raise InputError(
+            f"the prompt has {len(text)} characters, which are {len(text) // longest} tokens at "
+            f"least, and the model's context is {most}: shorten the prompt"
+        )
+
+
 def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """Token ids as text, without special tokens. Errors: `InputError`."""
     with refusing(f"the tokenizer cannot decode {len(ids)} tokens"):
