@@ -39,6 +39,7 @@ FAMILIES = {
     "The cache": "For long texts and many sequences: smaller caches, or fewer rows read.",
     "Fewer layers": "For speed at a measured loss of quality; on most models layers can be left "
     "out only after healing or training.",
+    "Other scores": "For texts that are meant to differ: what the model says is weighed otherwise.",
     "Several processes": "For one model on several processes or devices.",
 }
 REAL = (
@@ -112,6 +113,7 @@ def family_of(recipe: Recipe) -> str:
             else "Drafts without training"
         )
     rules = {"depth": "Fewer layers", "numerics": "Fewer bits", "caching": "The cache"}
+    rules["stepping"] = "Other scores"
     return next((family for room, family in rules.items() if room in rooms), "Plain decoding")
 
 
