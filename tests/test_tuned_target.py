@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from selection import mostly_long
 from test_front_door import ROOT
 from test_runtime_cached import CHAIN
@@ -353,6 +354,23 @@ def test_what_was_trained_is_loaded_and_told(trained: Path) -> None:
     for name, weight in adapters_of(program).items():
         assert torch.equal(weight.load(), held[name])
     assert program.plan.draft.trained  # type: ignore[attr-defined]
+
+
+def test_adapters_that_do_not_fit_are_refused(trained: Path, tmp_path: Path) -> None:
+    held = load_file(trained / "heads.safetensors")
+    name = "tuned.layers.1.q.down"
+    for wrong, message in (
+        ({**held, name: held[name][0]}, "expected"),
+        ({n: t for n, t in held.items() if n != name}, f"has no '{name}'"),
+        (
+            {**held, "tuned.layers.9.q.down": held[name].clone()},
+            "for which these options have no place",
+        ),
+    ):
+        with safe_open(trained / "heads.safetensors", "pt") as file:
+            save_file(wrong, tmp_path / "w.safetensors", metadata=file.metadata())
+        with pytest.raises(PassError, match=message):
+            TuneTarget(weights=str(tmp_path / "w.safetensors")).run(tiny_llama(4))
 
 
 def test_a_change_that_belongs_to_other_weights_is_not_told(trained: Path, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from ..passes.drafting.tune_target import (
     Changed,
     TuneTarget,
     digest_of,
+    told_of,
     tuning_of,
     untuned,
 )
@@ -217,18 +218,14 @@ class Tuning(Fit):
         fitted = super().run(resume)
         self.progress(FitState("measuring", 1.0, fitted.steps))
         cost = cost_of(fitted.model, original, self.held_out, sample=MEASURED_WINDOWS)
-        change = Changed(
-            tokens=cost.tokens,
-            divergence=cost.divergence,
-            ratio=cost.ratio,
-            error=cost.error,
-            agreement=cost.agreement,
-            sha256=digest_of(self.out / checkpoint.HEADS),
-        )
-        if not self.processes.rank:
+        figures = cost.model_dump(include={"tokens", "divergence", "ratio", "error", "agreement"})
+        change = Changed(**figures)
+        if not self.processes.rank:  # which wrote the weights
+            change = Changed(**figures, sha256=digest_of(self.out / checkpoint.HEADS))
             write_text(self.out / MEASURED, change.model_dump_json(indent=1))
-        fitted.model.tell(cost)
-        return Tuned(**{**vars(fitted), "change": change})
+        model = _telling(fitted.model, change)
+        model.tell(cost)
+        return Tuned(**{**vars(fitted), "model": model, "change": change})
 
     def _own_text(self, trained: Model) -> OwnText:
         """How much of the original's own text is kept."""
@@ -313,6 +310,19 @@ class Tuning(Fit):
             losses.append(objective(draft, run, batch))
         total = torch.stack([loss.total for loss in losses]).sum()
         return Loss(total, [hit for loss in losses for hit in loss.hits])
+
+
+def _telling(model: Model, change: Changed) -> Model:
+    """The model with a report that says by how much its target has changed."""
+    report = model.report
+    if report is None:
+        return model
+    told = {"remarks": (told_of(change),)}
+    lines = [
+        line.model_copy(update=told) if line.name == TuneTarget.name else line
+        for line in report.passes
+    ]
+    return replace(model, report=report.model_copy(update={"passes": tuple(lines)}))
 
 
 def divergence(said: torch.Tensor, original: torch.Tensor) -> torch.Tensor:

@@ -13,14 +13,14 @@ f32[16,K] and up f32[N,16]::
 
     y = (W + 2 up down) x           up = 0 at first: the target is as it was
 
-All products between the embedding and the head have one, as in Dettmers et al., "QLoRA" (2023); so
-does every function that shares their weights. Because the sum is a weight like any other, caches,
-fusions and quantization come to it as they come to the model's own. What is decoded is the tuned
-target's text, to the token: the contract is "tuned", and the report says by how much the target has
-changed where training measured it. `graftwork train --tune` (`graftwork.train_target`) trains
-adapters and the plan's drafters together. Refuses weights of few bits, models without a marker, and
-a file whose adapters belong to other products. Source: Hu et al., "LoRA: Low-Rank Adaptation of
-Large Language Models" (2021).
+All products between the embedding and the head have one, as in Dettmers et al., "QLoRA" (2023), but
+a mixture's experts, which are no products of their own; so does every function that shares their
+weights. Because the sum is a weight like any other, caches, fusions and quantization come to it as
+they come to the model's own. What is decoded is the tuned target's text, to the token: the contract
+is "tuned", and the report says by how much the target has changed where training measured it.
+`graftwork train --tune` (`graftwork.train_target`) trains adapters and the plan's drafters at once.
+Refuses weights of few bits, models without a marker, and a file whose adapters belong to other
+products. Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ class TuneTarget(Pass):
         down, up = (f"{ADAPTER}{weight.name}.{part}" for part in ("down", "up"))
         rank: int = self.rank
         if given and (stored := given.find(down)) is not None:
-            rank = int(str(given.type_of(stored).dims[0]))
+            dims = given.type_of(stored).dims
+            rank = int(str(dims[0])) if len(dims) == 2 else rank  # others are refused below
         first = _fresh(down, weight, (rank, columns), "normal")
         last = _fresh(up, weight, (rows, rank), "zeros")
         parts = given.of(first), given.of(last)
@@ -163,9 +164,13 @@ class TuneTarget(Pass):
                 f"graftwork.train_target), then set {self.name}.weights"
             )
         assert given.path is not None
-        change = _measured(given.path)
-        by = "by how much is unknown here (optimize with cost=True measures it)"
-        return f"the target's weights were tuned: {by if change is None else change}"
+        return told_of(_measured(given.path))
+
+
+def told_of(change: Changed | None) -> str:
+    """What reports say of a tuned target."""
+    by = "by how much is unknown here (optimize with cost=True measures it)"
+    return f"the target's weights were tuned: {by if change is None else change}"
 
 
 def _of_few_bits(target: object) -> bool:
