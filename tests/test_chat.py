@@ -268,6 +268,8 @@ def test_a_pipeline_of_transformers_takes_a_model(demo: gw.Model) -> None:
         for given in (THREE[0], messages)
     ]
     assert said[:2] == said[2:] and said[0][0]["generated_text"]
+    own = pipeline("text-generation", model=demo, tokenizer=demo.tokenizer, device="cpu")
+    assert own(THREE[0], **asked) == said[0]
     with pytest.raises(InputError, match="made for eager"):
         demo.to("cuda")
 

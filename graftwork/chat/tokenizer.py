@@ -144,9 +144,17 @@ class Tokenizer:
             ids, mask = ids[0], mask[0]
         return Batch(input_ids=ids, attention_mask=mask)
 
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> Any:
-        """Ids as text: one id, a list, a tensor or an array; of rows, a list of texts. Errors:
-        `InputError`."""
+    def decode(
+        self,
+        token_ids: Any,
+        *,
+        skip_special_tokens: bool = True,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> Any:
+        """Ids as text: one id, a list, a tensor or an array; of rows, a list of texts.
+
+        clean_up_tokenization_spaces: of older tokenizers, whose texts were mended afterwards; here
+        it changes nothing. Errors: `InputError`."""
         ids = _plain(token_ids)
         if ids and isinstance(ids[0], list):
             return [self.decode(row, skip_special_tokens=skip_special_tokens) for row in ids]
