@@ -47,6 +47,21 @@ def test_without_the_package_the_bundled_model_runs_and_says_so(
     assert "the table" in text and demo_chat.INSTALL in text and figures == {"model": "bundled"}
 
 
+def test_without_what_reads_the_file_the_bundled_model_runs_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(demo, "chat_model", lambda: Path("there.gguf"))
+    monkeypatch.setattr(demo, "lacking", lambda: ["gguf"])
+    monkeypatch.setattr(demo, "run_bundled_demo", lambda **_: ("the table", {}))
+    shown, _ = demo.run_demo()
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(shown)
+    assert "python -m pip install gguf" in console.export_text()
+    monkeypatch.setattr(demo_chat, "lacking", lambda: ["gguf", "accelerate"])
+    with pytest.raises(InputError, match="with gguf, accelerate: python -m pip install gguf"):
+        demo_chat.run_chat_demo(Path("there.gguf"), quick=True, progress=lambda what: None)
+
+
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package of that name, which must not run."""

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ..ir import InputError
 from ..measuring.compare import compare
-from .demo_chat import INSTALL, NAME, chat_model, run_chat_demo
+from .demo_chat import INSTALL, NAME, chat_model, lacking, run_chat_demo
 
 RECIPES = ("baseline", "copyspec", "int8", "int8_copyspec")
 # Steps of this small model are compute-bound, so draft tokens are expensive.
@@ -38,10 +38,14 @@ def run_demo(
 ) -> tuple[RenderableType, dict[str, Any]]:
     """Run the demo; returns what to show, and the figures as plain data."""
     path = chat_model()
-    if path is not None:
+    missing = lacking()
+    if path is not None and not missing:
         return run_chat_demo(path, quick=quick, progress=progress)
     table, figures = run_bundled_demo(quick=quick, progress=progress)
-    note = f"The bundled model, which continues Python. To see {NAME} answer (93 MB): {INSTALL}"
+    how = f"(93 MB): {INSTALL}"
+    if path is not None:
+        how = f"install what transformers reads it with: python -m pip install {' '.join(missing)}"
+    note = f"The bundled model, which continues Python. To see {NAME} answer {how}"
     return Group(Text(note), Text(), table), figures
 
 

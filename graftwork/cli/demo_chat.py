@@ -24,7 +24,6 @@ from rich.text import Text
 from ..backends.cached_library import SHARED, begin
 from ..backends.target import Target
 from ..ir import InputError
-from ..ir.support.packages import require
 from ..model import Model
 from ..optimizing import optimize
 
@@ -51,6 +50,12 @@ def chat_model() -> Path | None:
         if path.is_file():
             return _checked(path)
     return None
+
+
+def lacking() -> list[str]:
+    """Packages that transformers reads the file with and that are not installed."""
+    needed = ("transformers", "gguf", "accelerate")
+    return [name for name in needed if importlib.util.find_spec(name) is None]
 
 
 def _checked(path: Path) -> Path:
@@ -94,10 +99,11 @@ def run_chat_demo(
     """Ask a model's file the questions, by transformers and by recipes; returns what to show, and
     the figures as plain data. Errors: `InputError` without transformers, gguf and accelerate, with
     which transformers reads such files."""
-    for package in ("transformers", "gguf"):
-        require(package, "graftwork demo", "gguf")
-    if importlib.util.find_spec("accelerate") is None:
-        raise InputError(f"graftwork demo: transformers reads {FILE} with accelerate ({INSTALL})")
+    if missing := lacking():
+        raise InputError(
+            f"graftwork demo: transformers reads {FILE} with {', '.join(missing)}: python -m pip "
+            f"install {' '.join(missing)}"
+        )
     repeats, questions = (1, QUESTIONS[:2]) if quick else (3, QUESTIONS)
     if Target.default().device == "cpu":
         begin(SHARED)  # kernels are compiled meanwhile
