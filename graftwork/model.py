@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
@@ -42,7 +42,12 @@ from .runtime.prefix import load_prefix, save_prefix
 from .runtime.reading import check_pooling, embed
 from .runtime.scoring import score
 
+if TYPE_CHECKING:
+    import tokenizers
+
 _COMPILED = "compiled"
+READING = ("stop_strings", "json_schema", "regex", "grammar")
+"""Options that need a tokenizer."""
 
 
 def load(
@@ -202,9 +207,15 @@ class Model(Exports, Chats, Publishing):
         """
         asked: dict[str, Any] = {**options}
         ids = self._prompts(input_ids, asked)
+        reads = any(asked.get(name) is not None for name in READING)
+        if reads and asked.get("tokenizer") is None and "tokenizer.json" in self.program.assets:
+            asked["tokenizer"] = self.tokenizer  # large ones take seconds to read
         if self.compiled is None:
             check_request(ids, asked, self.program)  # before compiling, which is slow
         return generate(self.executable, ids, **asked)
+
+    def _tokenizer(self) -> tokenizers.Tokenizer:
+        return self.tokenizer.backend_tokenizer
 
     def _prompts(self, given: Any, asked: dict[str, Any]) -> torch.Tensor:
         """The call's prompts, which are taken out of `asked`; their mask is put there."""
@@ -229,7 +240,7 @@ class Model(Exports, Chats, Publishing):
             )
         if wanted == FEATURES:
             return found[0]  # type: ignore[no-any-return]
-        ids, mask = as_prompts(found[0], self.program)
+        ids, mask = as_prompts(found[0], self.program, self._tokenizer)
         if mask is not None:
             if asked.get("attention_mask") is not None:
                 raise InputError(
@@ -271,7 +282,7 @@ class Model(Exports, Chats, Publishing):
         for index, text in enumerate([texts] if isinstance(texts, str) else texts):
             if isinstance(text, (str, list, tuple)) and not text:
                 raise InputError(f"embed: text {index} is empty")
-        ids, mask = as_prompts(texts, self.program)
+        ids, mask = as_prompts(texts, self.program, self._tokenizer)
         kept = torch.ones_like(ids) if mask is None else mask
         rows = [row[own != 0].tolist() for row, own in zip(ids, kept, strict=True)]
         most = self.program.info.context

@@ -16,6 +16,7 @@ from tiny import cached_llama
 from graftwork.backends.target import Target
 from graftwork.chat.tokenizer import Tokenizer
 from graftwork.cli.demo import demo_folder
+from graftwork.data.prompts import as_prompts
 from graftwork.ir import InputError
 from graftwork.model import Model
 
@@ -106,6 +107,23 @@ def test_special_tokens_have_names(ours: Tokenizer, theirs: Any) -> None:
     assert ours.id_to_token(5) == ours.backend_tokenizer.id_to_token(5)
     with pytest.raises(AttributeError, match="no_such"):
         _ = ours.no_such
+
+
+def test_the_file_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large vocabularies take seconds."""
+    program = cached_llama()
+    info = replace(program.info, vocab_size=2048)
+    model = Model(
+        program.replace(assets={"tokenizer.json": folder / "tokenizer.json"}, info=info),
+        Target("eager"),
+        {},
+    )
+    assert as_prompts("import os", model.program, model._tokenizer)[0].tolist() == [
+        model.tokenizer.encode("import os")
+    ]
+    monkeypatch.setattr("graftwork.ir.support.tokenizer.read_bytes", None)  # not again
+    asked: dict[str, Any] = {}
+    assert model._prompts(["import os", "import sys"], asked).shape[0] == 2
 
 
 @pytest.mark.parametrize("ids", ["text", {}, None, [1.5], [[1], 2], [-1], [True], torch.ones(2)])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from ..ir.support.files import LARGE, plain_path, read_text
 from ..ir.support.names import shown
 from ..ir.support.tokenizer import check_length, encode, read_tokenizer
 from ..runtime.asking.options import MOST_SEED
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 Prompts = str | Path | Sequence[str] | Sequence[Sequence[int]]
 """A path to a .txt (one prompt a line) or .jsonl file (``{"ids": [...]}`` or ``{"text": "..."}`` a
@@ -47,9 +50,12 @@ def as_ids(input_ids: Any) -> torch.Tensor:
     return (ids if ids.dim() == 2 else ids[None]).long()
 
 
-def as_prompts(given: Any, program: Program) -> tuple[torch.Tensor, torch.Tensor | None]:
+def as_prompts(
+    given: Any, program: Program, read: Callable[[], Tokenizer] | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Prompts as ids i64[B,S] and, where they are not equally long, their mask i64[B,S], with
     padding on the left. given: a text, texts, or whatever `as_ids` takes, rows of any lengths.
+    read: gives the tokenizer, where that is read already.
 
     Errors: `InputError` for what is neither, and for texts where the program has no tokenizer.
     """
@@ -59,7 +65,8 @@ def as_prompts(given: Any, program: Program) -> tuple[torch.Tensor, torch.Tensor
         return as_ids(given), None
     if all(isinstance(item, str) for item in given):
         endless = program.plan.cache.endless
-        encode = encoder(program, "input_ids", None if endless else program.info.context)
+        most = None if endless else program.info.context
+        encode = encoder(program, "input_ids", most, read)
         given = [encode(text) for text in given]
     if not all(isinstance(row, (list, tuple)) for row in given) or len(set(map(len, given))) == 1:
         return as_ids(given), None
@@ -163,13 +170,18 @@ def _json_prompt(line: str, where: str) -> Any:
     raise InputError(f'data: {where}: expected {{"ids": [...]}} or {{"text": "..."}}')
 
 
-def encoder(program: Program, what: str = "data", most: int | None = None) -> Any:
-    """Text to token ids, at most `most` of them (far longer ones are refused at once). Errors:
-    `InputError`, about `what`, if the program has no tokenizer."""
+def encoder(
+    program: Program,
+    what: str = "data",
+    most: int | None = None,
+    read: Callable[[], Tokenizer] | None = None,
+) -> Callable[[str], list[int]]:
+    """Text to token ids, at most `most` of them (far longer ones are refused at once). read: as in
+    `as_prompts`. Errors: `InputError`, about `what`, if the program has no tokenizer."""
     path = program.assets.get("tokenizer.json")
     if path is None:
         raise InputError(f"{what}: {program.name} has no tokenizer.json; give token ids, not text")
-    tokenizer = read_tokenizer(path)
+    tokenizer = read_tokenizer(path) if read is None else read()
 
     def encoded(text: str) -> list[int]:
         if most is not None:
