@@ -17,7 +17,8 @@ from tiny import tiny_llama
 
 from graftwork.backends import Target, compile
 from graftwork.ir import Program, run
-from graftwork.ir.ops.dropped import add_dropped, positive_features, read_dropped
+from graftwork.ir.ops.dropped import add_dropped, other_rows, positive_features, read_dropped
+from graftwork.ir.ops.eviction import take_rows
 from graftwork.ir.plan import NoDraft
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
@@ -76,7 +77,9 @@ def test_sums_are_those_of_loops(seed, past):
     values = torch.randn(2, 1, 9, 3, generator=made)
     rows = torch.stack([torch.randperm(8, generator=made)[:4].sort().values for _ in range(2)])
     held = torch.tensor([8, past])
-    got = add_dropped(state, features, values, rows[:, None], held, full=8, block=4)
+    others = other_rows(rows[:, None], full=8)
+    gone = take_rows(features, others), take_rows(values, others)
+    got = add_dropped(state, *gone, held, full=8, block=4)
     for b, count in enumerate(held.tolist()):
         want = state[b, 0, :2] * float(count != 4)
         for row in range(count if count == 8 else 0):

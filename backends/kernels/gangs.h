@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
+#include "lanes.h"
 #include "query_rows.h"
 #include "team.h"
 
@@ -37,6 +39,23 @@ void in_gangs(
         for (int64_t i = 0; i < count; i++) queries[i] = make(first + i, i);
         work(first, queries, count);
     }
+}
+
+// Scores of queries over what they see of keys, given to `take(number, scores, span)`; they are
+// filled up to whole vectors by hidden rows.
+template <class Make, class Take>
+void score(
+    const Rows& keys, int64_t rows, float scale, float softcap, int64_t first, int64_t last,
+    const Make& make, const Take& take) {
+    static thread_local std::vector<float> space;
+    const Attention of = {keys, {}, rows, scale, softcap};
+    in_gangs(first, last, make, [&](int64_t first, const Query* queries, int64_t count) {
+        const Span span = span_of(of, queries, count);
+        const int64_t stride = (span.rows() + LANES - 1) / LANES * LANES;
+        space.resize(count * stride);
+        if (stride) score_rows(of, queries, count, span, space.data(), stride);
+        for (int64_t i = 0; i < count; i++) take(first + i, space.data() + i * stride, span);
+    });
 }
 
 // A query row [width] that sees the cache rows [rows] with a mark.

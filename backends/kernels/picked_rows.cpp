@@ -137,22 +137,6 @@ void choose(const float* scores, const Span& span, int64_t wanted, int64_t* pick
     std::fill(to, picked + wanted, -1);
 }
 
-// Scores of queries over what they see of keys, given to `take(number, scores)`.
-template <class Make, class Take>
-void score(
-    const Rows& keys, int64_t rows, float scale, float softcap, int64_t first, int64_t last,
-    const Make& make, const Take& take) {
-    static thread_local std::vector<float> space;
-    const Attention of = {keys, {}, rows, scale, softcap};
-    in_gangs(first, last, make, [&](int64_t first, const Query* queries, int64_t count) {
-        const Span span = span_of(of, queries, count);
-        const int64_t stride = (span.rows() + LANES - 1) / LANES * LANES;
-        space.resize(count * stride);
-        if (stride) score_rows(of, queries, count, span, space.data(), stride);
-        for (int64_t i = 0; i < count; i++) take(first + i, space.data() + i * stride, span);
-    });
-}
-
 // The largest share of attention that one of `heads` queries, which see the same, gives a row, as its
 // logarithm: `best`, over the rows of a span; it is filled up to whole vectors.
 template <class Make>

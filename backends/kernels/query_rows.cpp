@@ -413,6 +413,12 @@ float graftwork::log_sum(const float* scores, int64_t count) {
     return found;
 }
 
+void graftwork::share_attention(float* scores, int64_t count) {
+    float log_total;
+    const Lanes total = splat(soften(scores, count, nullptr, &log_total));
+    for (int64_t c = 0; c < count; c += LANES) store(scores + c, load<Lanes>(scores + c) / total);
+}
+
 void graftwork::attend_rows(const Attention& of, const Query* queries, int64_t count) {
     if (of.keys.bits == 4) return attend_kind<Halves>(of, queries, count);
     if (of.keys.bits == 8) return attend_kind<Bytes>(of, queries, count);

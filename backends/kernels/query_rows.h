@@ -99,6 +99,9 @@ void score_rows(
 // The logarithm of the sum of scores' exponentials; of whole vectors.
 float log_sum(const float* scores, int64_t count);
 
+// Turns scores into the attention that rows get: 0 where all are -infinity. Of whole vectors.
+void share_attention(float* scores, int64_t count);
+
 // The results of up to MANY rows.
 void attend_rows(const Attention& of, const Query* queries, int64_t count);
 

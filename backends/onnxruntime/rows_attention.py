@@ -33,6 +33,16 @@ def pick_rows(e: Emitter, x: oir.Value, select: oir.Value) -> Any:
     return e.op("GatherND", x, index, batch_dims=1)
 
 
+def _is_floating(node: torch.fx.Node) -> bool:
+    return ir_type(node).dtype.is_floating_point  # providers of GPUs move no bytes this way
+
+
+@row(G.take_rows.default, when=_is_floating)
+def take_rows(e: Emitter, cache: oir.Value, rows: oir.Value) -> Any:
+    index = e.op("Unsqueeze", rows, e.const([3], I64))
+    return e.op("GatherND", cache, index, batch_dims=2)
+
+
 @row(G.cache_read.default)
 def cache_read(e: Emitter, cache: oir.Value, past: oir.Value, select: oir.Value) -> Any:
     rows = e.op("Squeeze", cache, e.const([1], I64))

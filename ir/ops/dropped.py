@@ -46,9 +46,26 @@ def positive_features(
     return (found if last is None else torch.matmul(found, last)).abs()
 
 
+def _other_samples() -> Iterator[Sample]:
+    yield (torch.tensor([[[0, 1, 2, 7]], [[0, 1, 2, 3]], [[0, 4, 5, 7]]]),), {"full": 8}
+
+
+@op("rows: i64 BGK, O = full - K, O >= 1 -> i64 BGO", samples=_other_samples)
+def other_rows(rows: Tensor, *, full: int) -> Tensor:
+    """The rows that a full cache does not keep, ascending.
+
+    ``%o: i64[B,G,64] = graftwork.other_rows(%k, full=1088)``
+
+    rows i64[B,G,K] from `keep_top`, all different and below `full`.
+    """
+    count = rows.shape[2]
+    falling = torch.arange(full, 0, -1, device=rows.device).expand(*rows.shape[:2], full)
+    left = falling.scatter(2, rows, torch.zeros_like(rows))
+    return full - torch.topk(left, full - count, dim=-1).values
+
+
 def _add_samples() -> Iterator[Sample]:
-    rows = torch.tensor([[[0, 1, 2, 7]], [[0, 1, 2, 3]], [[0, 4, 5, 7]]])
-    given = torch.rand(3, 1, 5, 4), torch.rand(3, 1, 9, 2), torch.randn(3, 1, 9, 3), rows
+    given = torch.rand(3, 1, 5, 4), torch.rand(3, 1, 4, 2), torch.randn(3, 1, 4, 3)
     yield (*given, torch.tensor([8, 4, 8])), {"full": 8, "block": 4}
     yield (*given, torch.tensor([8, 0, 4])), {"full": 8, "block": 4}
 
@@ -63,39 +80,29 @@ def _check(given: Operands, full: int, block: int) -> None:
 
 
 @op(
-    "state: f32 BGPF, features: f32 BGCR, values: BGCE, rows: i64 BGK, past: i64 B -> BGRF",
+    "state: f32 BGPF, features: f32 BGOR, values: BGOE, past: i64 B -> BGRF",
     samples=_add_samples,
     also=_check,
 )
 def add_dropped(
-    state: Tensor,
-    features: Tensor,
-    values: Tensor,
-    rows: Tensor,
-    past: Tensor,
-    *,
-    full: int,
-    block: int,
+    state: Tensor, features: Tensor, values: Tensor, past: Tensor, *, full: int, block: int
 ) -> Tensor:
     """The sums of dropped rows, with the rows that are dropped now added.
 
-    ``%d: f32[B,G,8,E+1] = graftwork.add_dropped(%kv.0.dropped, %f, %kv.0.value, %k, %past,
-    full=1088, block=64)``
+    ``%d: f32[B,G,8,E+1] = graftwork.add_dropped(%kv.0.dropped, %f, %v, %past, full=1088,
+    block=64)``
 
-    state f32[B,G,P,E+1], P >= R; features f32[B,G,C,R] of the keys; values [B,G,C,E]; rows
-    i64[B,G,K] that are kept; past i64[B] rows are valid. A sequence with `full` rows drops the
-    others: the outer product of features and (values, 1) is added. past == block starts a new
+    state f32[B,G,P,E+1], P >= R; features f32[B,G,O,R] of the keys, and values [B,G,O,E], of the
+    rows that a full cache drops, see `other_rows`; past i64[B] rows are valid. To a sequence with
+    `full` rows the outer product of features and (values, 1) is added. past == block starts a new
     text: the state is reset.
     """
-    place = torch.arange(features.shape[2], device=past.device)
-    kept = torch.zeros_like(features[..., 0]).scatter(2, rows, 1.0)
-    goes = (place[None] < past[:, None]) & (past >= full)[:, None]
-    weights = features * ((1.0 - kept) * goes[:, None].float())[..., None]
     ones = torch.ones_like(values[..., :1], dtype=F32)
-    added = torch.matmul(weights.transpose(2, 3), torch.cat([values.float(), ones], -1))
-    begun = (past != block).float()[:, None, None, None]
+    sums = torch.matmul(features.transpose(2, 3), torch.cat([values.float(), ones], -1))
+    goes, begun = (past >= full).float(), (past != block).float()
     index = torch.arange(features.shape[3], device=past.device)
-    return state.index_select(2, index) * begun + added
+    held = state.index_select(2, index)
+    return held * begun[:, None, None, None] + sums * goes[:, None, None, None]
 
 
 def _read_samples() -> Iterator[Sample]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..support.errors import InputError
-from . import Sample, op
+from . import Native, Sample, op
 from .attention import capped, grouped
 from .operands import Operands
 from .rotary import check_tables, turned_on
@@ -103,6 +103,7 @@ def _check_last(given: Operands, block: int, last: int) -> None:
     "queries: BHWD, keys: BGCD, past: i64 B, H % G -> f32 BGC",
     samples=_attention_samples,
     also=_check_last,
+    native=Native("BHWDGC"),
 )
 def row_attention(
     queries: Tensor,
@@ -208,7 +209,12 @@ def _check_top(given: Operands, rows: int, full: int, sinks: int, recent: int) -
         )
 
 
-@op("scores: f32 BGC, past: i64 B, K = rows -> i64 BGK", samples=_top_samples, also=_check_top)
+@op(
+    "scores: f32 BGC, past: i64 B, K = rows -> i64 BGK",
+    samples=_top_samples,
+    also=_check_top,
+    native=Native("BGCK"),
+)
 def keep_top(
     scores: Tensor, past: Tensor, *, rows: int, full: int, sinks: int, recent: int
 ) -> Tensor:

@@ -15,8 +15,9 @@ After (rank 8)::
       %r: (f32[B,H,T,E], f32[B,H,T]) = graftwork.read_dropped(%f, %kv.0.dropped, %positions, %past)
       %y: f32[B,H,T,E] = graftwork.merge_parts(%p.0, %p.1, %r.0, %r.1)
     upkeep func evict(..., kv.0.dropped) {
-      %g: f32[B,G,C,8] = graftwork.positive_features(%kv.0.key, @kv.0.key_inner, ...)
-      %d: f32[B,G,8,E+1] = graftwork.add_dropped(%kv.0.dropped, %g, %kv.0.value, %k, %past,
+      %o: i64[B,G,64] = graftwork.other_rows(%k, full=1088)
+      %g: f32[B,G,64,8] = graftwork.positive_features(<keys of these>, @kv.0.key_inner, ...)
+      %d: f32[B,G,8,E+1] = graftwork.add_dropped(%kv.0.dropped, %g, <values of these>, %past,
           full=1088, block=64)
 
 The features are learned on text when the program is made, layer by layer (see `dropped_features`);
@@ -135,7 +136,7 @@ class SumDropped(LearnedContents):
     def _add(
         self,
         fn: Function,
-        keys: list[str],
+        caches: list[str],
         states: Mapping[str, State],
         weights: Mapping[str, Weight],
         record: Evict,
@@ -144,17 +145,17 @@ class SumDropped(LearnedContents):
         taken = {str(n.args[0].target): n.args[1] for n in fn.calls(G.take_rows.default)}  # type: ignore[union-attr]
         outputs, past = dict(fn.outputs), fn.input("past")
         zero = fn.call(A.full_like.default, past, 0)
-        for key in keys:
+        for key in caches:
             base = key.rpartition(".key")[0]
             state = fn.add_input(f"{base}.dropped", states[f"{base}.dropped"].type)
             layers = [fn.weight(weights[f"{base}.{n}"]) for n in Features._fields[2:]]
-            features = fn.call(G.positive_features.default, fn.input(key), *layers)
-            made = fn.call(
-                G.add_dropped.default,
-                *(state, features, fn.input(f"{base}.value"), taken[key], past),
-                full=record.budget + record.block,
-                block=record.block,
-            )
+            full = record.budget + record.block
+            goes = fn.call(G.other_rows.default, taken[key], full=full)
+            held = (fn.input(name) for name in (key, f"{base}.value"))
+            keys, values = (fn.call(G.take_rows.default, rows, goes) for rows in held)
+            features = fn.call(G.positive_features.default, keys, *layers)
+            added = (state, features, values, past)
+            made = fn.call(G.add_dropped.default, *added, full=full, block=record.block)
             outputs[f"{base}.dropped"] = fn.call(G.cache_write.default, state, made, zero)
         fn.set_outputs(outputs)
 

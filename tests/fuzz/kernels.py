@@ -368,6 +368,8 @@ MAKERS: list[Callable[[Maker], Case]] = [
     picked.native_top_stored_rows,
     picked.native_chunk_rows,
     picked.native_take_channels,
+    picked.native_row_attention,
+    picked.native_keep_top,
     old_rows.native_store_groups,
     old_rows.native_store_factors,
     recurrences.native_linear_attention_step,

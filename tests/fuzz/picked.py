@@ -1,4 +1,4 @@
-"""Random calls of the kernels that pick rows of a cache."""
+"""Random calls of the kernels that pick rows of a cache, or say what attention they get."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from operands import F32, Case, Maker, want
 from torch import Tensor
 
 from graftwork.backends.torch import native
-from graftwork.ir.ops import sparse
+from graftwork.ir.ops import eviction, sparse
 
 
 def stored(make: Maker) -> tuple[int, bool, int]:
@@ -104,3 +104,45 @@ def native_take_channels(make: Maker) -> Case:
     # What channels are worth no shape rule knows.
     operands = {"x": q, "channels": channels}
     return Case("take_channels", native.OPS["take_channels"], meaning, operands, {})
+
+
+def native_row_attention(make: Maker) -> Case:
+    draw, groups, width = make.random.choice, make.random.choice((1, 2)), make.size()
+    shape = draw((1, 2)), groups * draw((1, 3)), draw((3, 4, 9)), width
+    past = torch.tensor([draw((0, 1, 4, 9, 18, 19) * 2 + (20, -1)) for _ in range(shape[0])])
+    operands = {"queries": make.numbers(*shape), "keys": make.numbers(shape[0], groups, 19, width)}
+    operands["past"] = past
+    options = {"block": draw((1, 3, 3, 4)), "last": draw((1, 1, 3, 3, 0)), "scale": 0.25}
+    options["softcap"] = draw((None, 5.0))
+
+    def meaning(*tensors: Any, **told: Any) -> Tensor:
+        want(all(t.dtype == F32 for t in tensors[:2]))
+        want(told["block"] <= tensors[0].shape[2])
+        want(bool(((tensors[2] >= 0) & (tensors[2] <= tensors[1].shape[2])).all()))
+        return eviction.row_attention(*tensors, **told)
+
+    def call(*tensors: Any, softcap: float | None, **told: Any) -> Any:
+        return native.OPS["row_attention"](*tensors, *told.values(), softcap or 0.0)
+
+    # What `past` is worth no shape rule knows.
+    return Case("row_attention", call, meaning, operands, options)
+
+
+def native_keep_top(make: Maker) -> Case:
+    draw = make.random.choice
+    shape = draw((1, 2)), draw((1, 3)), draw((5, 9, 24))
+    most = draw((3, 2**24))
+    scores = torch.randint(-most, most, shape, generator=make.generator).float()
+    past = torch.tensor([draw((0, 4, 8, 9, 24)) for _ in range(shape[0])])
+    options = {"rows": draw((4, 4, 5, 9)), "full": draw((8, 8, 9))}
+    options |= {"sinks": draw((0, 1, 1, -1)), "recent": draw((0, 2, 2, 5))}
+
+    def meaning(*tensors: Tensor, **told: int) -> Tensor:
+        want(told["rows"] <= tensors[0].shape[2])
+        return eviction.keep_top(*tensors, **told)
+
+    def call(*tensors: Tensor, **told: int) -> Any:
+        return native.OPS["keep_top"](*tensors, *told.values())
+
+    operands = {"scores": scores, "past": past}
+    return Case("keep_top", call, meaning, operands, options)
