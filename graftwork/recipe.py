@@ -135,7 +135,7 @@ class Recipe:
 
     @property
     def contract(self) -> str:
-        """The weakest contract of its passes: exact, lossless or approximate."""
+        """The weakest contract of its passes: exact, lossless, tuned or approximate."""
         return weakest(step.pass_.contract for step in self.steps).value
 
     @property
