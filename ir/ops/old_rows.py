@@ -37,6 +37,11 @@ def _check(
             f"{given.op}: rows of {width} in {bits} bits have codes [B,G,C,{width * bits // 8}] "
             f"and steps [B,G,S,{numbers}], got {sizes['K']} and {sizes['N']} columns"
         )
+    for axis, count in (("C", rows), ("S", rows // group if by_channel else rows)):
+        if isinstance(sizes[axis], int) and sizes[axis] < count:
+            raise InputError(
+                f"{given.op}: there is no room for {count} of {axis}, got {sizes[axis]}"
+            )
     latest = sizes["R"]
     if isinstance(latest, int) and not rows <= after <= latest:
         raise InputError(

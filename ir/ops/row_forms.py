@@ -24,7 +24,7 @@ def _hadamard_samples() -> Iterator[Sample]:
 
 def _check_width(given: Operands) -> None:
     width = given.sizes["D"]
-    if width & (width - 1):
+    if width < 1 or width & (width - 1):
         raise InputError(
             f"{given.op}: rows of {width} have no Hadamard matrix: it must be a power of two"
         )
