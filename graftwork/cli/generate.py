@@ -179,16 +179,23 @@ def _write_ready(key: str, text: str, count: int | None, greedy: bool | None) ->
     printer = TextPrinter(kept.tokenizer)
     kept.generate(ids, new, printer.show)
     printer.end()
-    _say(kept.stats, kept.approximate)
+    _say(kept.stats, kept.contract)
     return True
 
 
-def _say(stats: Stats, approximate: bool) -> None:
+OTHER_TEXT = {
+    "approximate": "; approximate: the target itself may write another text",
+    "tuned": "; tuned: the target as it was may write another text",
+}
+"""What is said of recipes by contract."""
+
+
+def _say(stats: Stats, contract: str) -> None:
     """Print what a generation cost."""
     err.print(
         f"{stats.new_tokens} tokens in {stats.steps + 1} steps, "
         f"{stats.accepted_per_step:.2f} a step, {stats.tokens_per_second:.0f} tokens/s"
-        f"{'; approximate: the target itself may write another text' if approximate else ''}"
+        f"{OTHER_TEXT.get(contract, '')}"
     )
 
 
@@ -205,7 +212,6 @@ def _write(
     """Generate and print. begun: number of tokens before the new ones. first: called before
     anything is printed."""
     from ..chat.text_stream import StopTexts, cut
-    from ..ir.plan.contract import changes
     from ..ir.support.tokenizer import decode
     from .text_printer import TextPrinter
 
@@ -218,7 +224,7 @@ def _write(
     result = opened.generate([ids], streamer=printer if stream else None, **keywords)
     first()
     stats: Stats = result.stats
-    approximate = changes(str(opened.recipe.get("contract", "")))
+    contract = str(opened.recipe.get("contract", ""))
     new = result.sequences[0, begun:].tolist()
     ended = bool(new) and new[-1] in ends
     text, stopped = cut(decode(tokenizer, new[:-1] if ended else new), stops)
@@ -229,7 +235,7 @@ def _write(
         return
     if not stream:
         print(text)
-    _say(stats, approximate)
+    _say(stats, contract)
 
 
 def _text(prompt: str | None, file: Path | None) -> str:

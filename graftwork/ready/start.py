@@ -41,9 +41,9 @@ class Ready:
             timed(self.runner, MeasuredChains(about["loss"], Costs(), range(1, most + 2), known))
 
     @property
-    def approximate(self) -> bool:
-        """Whether the target itself may write another text."""
-        return self.runner.model["contract"] in ("approximate", "tuned")
+    def contract(self) -> str:
+        """Of the recipe: whether the target itself may write another text."""
+        return str(self.runner.model["contract"])
 
     def fits(self, text: str, count: int | None, greedy: bool | None) -> tuple[list[int], int]:
         """The tokens of a prompt, and how many new ones are asked for: 0 if something else than the
