@@ -141,7 +141,7 @@ def write_messages(path: Path, messages: list[dict[str, Any]]) -> None:
 class Session:
     """A conversation with a person or a script. options: of `Conversation.answer`. history: the
     file that is kept up to date. name: of the model. failed: whether a line could not be carried
-    out."""
+    out. ready: whether there was an answer."""
 
     talk: Conversation
     options: dict[str, Any]
@@ -150,6 +150,7 @@ class Session:
     stats: bool
     name: str
     failed: bool = False
+    ready: bool = field(default=False, init=False)
     commands: dict[str, Callable[[str], None]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -212,7 +213,8 @@ class Session:
         talk, begun = self.talk, time.perf_counter()
         ends, stops = ends_of_turn(talk.model, talk.template), self.options["stop"]
         with ExitStack() as stages:
-            stages.enter_context(progress())("read the prompt")
+            stage = "read the prompt" if self.ready else "compile the steps and read the prompt"
+            stages.enter_context(progress())(stage)
             shown: dict[str, Any] = {"stops": stops, "ends": ends, "silent": not self.stream}
             printer = TextPrinter(talk.model.tokenizer.backend_tokenizer, stages.close, **shown)
             try:
@@ -225,6 +227,7 @@ class Session:
                 return False
             except ContextFull as error:
                 raise ContextFull(f"{error} (/reset, /undo)") from error
+        self.ready = True
         if not self.stream:
             print(answer.text, flush=True)
         first = 0.0 if printer.begun is None else printer.begun - begun
