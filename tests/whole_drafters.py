@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from test_runtime_cached import CHAIN, PROMPTS, decode, plainly
+from test_runtime_sampling import assert_distributed, texts_drawn
 from tiny import in_int8, tiny_llama
 
 from graftwork.backends import compile
@@ -67,3 +68,13 @@ def sampled_from(case: Case) -> tuple[Program, dict[tuple[int, ...], float]]:
     said = logits[:, len(SAID) - 1 : -1].softmax(-1).gather(-1, every[..., None])
     chances = zip(map(tuple, every.tolist()), said.prod(1)[:, 0].tolist(), strict=True)
     return case.program(start=start), dict(chances)
+
+
+def assert_sampled(case: Case) -> None:
+    """Samples follow the target's distribution, with drafts of which some are kept and some not."""
+    program, chances = sampled_from(case)
+    drawn, accepted, drafted = texts_drawn(
+        compile(program, EAGER), SAID, LENGTH, (400, 3), {"eos_token_id": []}
+    )
+    assert_distributed(drawn, chances)
+    assert 0.02 < accepted / drafted < 0.95
