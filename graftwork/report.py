@@ -53,9 +53,9 @@ class Measured(Frozen):
 class Cost(Frozen):
     """What a recipe costs a text. tokens: that were predicted. divergence: mean KL(model || recipe)
     in nats a token. ratio: perplexity over the model's, and the standard error of that. perplexity:
-    of what the recipe made; None in older reports. agreement: share of tokens whose likeliest is
-    the model's. speed: tokens a second when decoding, over the model's; None if that was not
-    measured."""
+    of what the recipe made; None in older reports; a million stands for more in both. agreement:
+    share of tokens whose likeliest is the model's. speed: tokens a second when decoding, over the
+    model's; None if that was not measured."""
 
     text: str
     tokens: int

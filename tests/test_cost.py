@@ -50,6 +50,14 @@ def test_a_case_by_hand(plain: gw.Model) -> None:
     assert found.agreement == 1.0  # the first of two that are as likely
 
 
+def test_what_a_recipe_rules_out_has_no_finite_perplexity(plain: gw.Model) -> None:
+    program = plain.program.replace(info=plain.program.info)
+    given, made = (saying(program, [[p, 1 - p]] * 3) for p in (0.5, 1e-30))
+    found = cost_of(made, given, [[1, 0, 0]])
+    assert found.ratio == found.perplexity == costs.LARGEST and found.error == 0.0
+    assert found.divergence == pytest.approx(0.5 * math.log(1e30), rel=0.03)
+
+
 def test_a_model_costs_nothing_beside_itself(plain: gw.Model) -> None:
     found = cost_of(plain, plain)
     assert (found.divergence, found.ratio, found.error, found.agreement) == (0.0, 1.0, 0.0, 1.0)

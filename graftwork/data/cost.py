@@ -29,6 +29,20 @@ AT_ONCE = 64
 """Tokens that are compared at once, and of one part of which differences have a standard error."""
 
 
+LARGEST = 1e6
+"""Perplexity, or its ratio, that stands for larger ones: of a text that has tokens which a recipe
+rules out, as `dola` does, there is none."""
+
+
+def perplexed(nats: float) -> float:
+    """The perplexity of so many nats a token, `LARGEST` at most.
+
+    >>> round(perplexed(0.5), 3), perplexed(2000.0)
+    (1.649, 1000000.0)
+    """
+    return min(math.exp(min(nats, 700.0)), LARGEST)
+
+
 class Predicting(Protocol):
     """What is measured: logits f32[B,S,V] of token ids i64[B,S]."""
 
@@ -125,7 +139,7 @@ def cost_of(
             nats -= float(own_said.sum())
             parts.append(float(worse.mean()))
     predicted = count * (width - 1)
-    ratio = math.exp(apart / predicted)
+    ratio = perplexed(apart / predicted)
     error = statistics.stdev(parts) / math.sqrt(len(parts)) * ratio if len(parts) > 1 else 0.0
     return Cost(
         text="a bundled text" if text is None else "the given text",
@@ -134,5 +148,5 @@ def cost_of(
         ratio=ratio,
         error=error,
         agreement=alike / predicted,
-        perplexity=math.exp(nats / predicted),
+        perplexity=perplexed(nats / predicted),
     )
