@@ -31,7 +31,7 @@ def saying(program: Any, chances: list[list[float]]) -> Any:
     logits = torch.tensor(chances).log()
 
     class Model(SimpleNamespace):
-        def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        def __call__(self, ids: torch.Tensor, prompt: int = 1) -> torch.Tensor:
             return logits[: ids.shape[1]][None]
 
     return Model(program=program, report=None)
@@ -85,6 +85,16 @@ def test_rows_that_are_dropped_late_cost_something() -> None:
     made = gw.optimize(DEMO, recipe, target=TARGET, cost=True)
     assert made.report is not None and made.report.cost is not None
     assert made.report.cost.divergence > 1e-4 and made.report.cost.error > 0
+
+
+def test_prompts_that_run_otherwise_are_read_before_what_is_measured() -> None:
+    """All tokens but a prompt's run through the whole model here."""
+    text = "def area(width, height):\n    return width * height\n" * 12
+    options = ["predict_cache.windows=2", "predict_cache.length=256"]
+    recipe = gw.Recipe.load("kv_prediction").with_options(options)
+    made = gw.optimize(DEMO, recipe, target=TARGET, data=[SAMPLE.read_text()], cost=[text])
+    assert made.report is not None and made.report.cost is not None
+    assert made.report.cost.divergence > 1e-3 and made.report.cost.ratio > 1
 
 
 def test_what_is_not_approximate_costs_nothing() -> None:

@@ -30,8 +30,8 @@ AT_ONCE = 64
 
 
 LARGEST = 1e6
-"""Perplexity, or its ratio, that stands for larger ones: of a text that has tokens which a recipe
-rules out, as `dola` does, there is none."""
+"""Perplexity, its ratio, or an error of that, that stands for larger ones: a text with tokens that
+a recipe rules out, as `dola` does, has none."""
 
 
 def perplexed(nats: float) -> float:
@@ -44,13 +44,14 @@ def perplexed(nats: float) -> float:
 
 
 class Predicting(Protocol):
-    """What is measured: logits f32[B,S,V] of token ids i64[B,S]."""
+    """What is measured: logits f32[B,S,V] of token ids i64[B,S]; the first `prompt` of them are run
+    as one."""
 
     @property
     def program(self) -> Program: ...
     @property
     def report(self) -> Report | None: ...
-    def __call__(self, input_ids: torch.Tensor, /) -> torch.Tensor: ...
+    def __call__(self, input_ids: torch.Tensor, /, *, prompt: int = 1) -> torch.Tensor: ...
 
 
 class Remembered:
@@ -59,14 +60,14 @@ class Remembered:
 
     def __init__(self, model: Predicting) -> None:
         self.program, self.report, self._model = model.program, model.report, model
-        self._known: dict[bytes, torch.Tensor] = {}
+        self._known: dict[tuple[bytes, int], torch.Tensor] = {}
         self._left = (available() or 0) // 3
 
-    def __call__(self, input_ids: torch.Tensor, /) -> torch.Tensor:
-        key = input_ids.numpy().tobytes()
+    def __call__(self, input_ids: torch.Tensor, /, *, prompt: int = 1) -> torch.Tensor:
+        key = input_ids.numpy().tobytes(), prompt
         known = self._known.get(key)
         if known is None:
-            known = self._model(input_ids)
+            known = self._model(input_ids, prompt=prompt)
             if known.nbytes <= self._left:
                 self._left -= known.nbytes
                 self._known[key] = known
@@ -118,16 +119,20 @@ def cost_of(
     tokens = torch.tensor([token for document in documents for token in document])
     most, wanted = (MOST, _width(made)) if sample is None else (sample.windows, sample.length)
     width = min(wanted, made.program.info.context, len(tokens))
-    if width < 2:
+    half = bool(made.program.plan.step.ahead)
+    if width < 2 + 2 * half:
         raise InputError(f"cost: a text of {len(tokens)} tokens has nothing to predict")
     count = min(most, len(tokens) // width)
     windows = sampled(tokens, TextSample(count, width), made.program)
+    # Where prompts run otherwise than what follows them, so does the first half of each window.
+    first = width // 2 - 1 if half else 0
     divergence, apart, alike, nats = 0.0, 0.0, 0, 0.0
     parts: list[float] = []
     for number, window in enumerate(windows):
         progress(f"measure what it costs, {100 * number // count}%")
-        own, other = (model(window[None])[0, :-1] for model in (made, plain))
-        for start in range(0, width - 1, AT_ONCE):
+        ids = window[None]
+        own, other = made(ids, prompt=first + 1)[0, :-1], plain(ids)[0, :-1]
+        for start in range(first, width - 1, AT_ONCE):
             part = slice(start, start + AT_ONCE)
             ours, theirs = (logits[part].log_softmax(-1) for logits in (own, other))
             divergence += float((theirs.exp() * (theirs - ours)).sum())
@@ -138,9 +143,10 @@ def cost_of(
             apart += float(worse.sum())
             nats -= float(own_said.sum())
             parts.append(float(worse.mean()))
-    predicted = count * (width - 1)
+    predicted = count * (width - 1 - first)
     ratio = perplexed(apart / predicted)
     error = statistics.stdev(parts) / math.sqrt(len(parts)) * ratio if len(parts) > 1 else 0.0
+    error = min(error, LARGEST)
     return Cost(
         text="a bundled text" if text is None else "the given text",
         tokens=predicted,
