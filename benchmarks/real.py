@@ -70,8 +70,8 @@ LIMIT = 1800
 OPENED = 2
 """Prompts after which both models are opened anew: a float32 model of 135M parameters is up to a
 quarter faster or slower by the pages that its copy of the weights got."""
-LEAST = 1e-4
-"""Nats a token where the picture ends."""
+LEAST, MOST = 1e-4, 10.0
+"""Nats a token where the picture ends; what is beyond is drawn there."""
 
 
 def documents(path: Path, model: gw.Model, most: int) -> list[list[int]]:
@@ -169,7 +169,7 @@ def cell(plain: Plain, recipe: Recipe) -> dict[str, Any]:
         prefill.append(one.prefill_seconds / other.prefill_seconds)
     kept = OwnText.of(texts)
     row |= {"texts": kept.texts, "same": kept.equal, "kept": kept.share}
-    row["accepted"] = statistics.mean(steps)
+    row |= {"accepted": statistics.mean(steps), "opened": OPENED}
     row |= {"speed": statistics.median(decode), "prompt": statistics.median(prefill)}
     if changes(recipe.contract):
         rows = any(Effect.CACHE_CONTENTS in step.pass_.effects for step in recipe.steps)
@@ -290,7 +290,7 @@ def draw(rows: list[dict[str, Any]], labels: list[str], path: Path) -> None:
         for axis, label in zip(axes[1:], labels, strict=True):
             cost = row.get(label)
             mark = "<" if cost is None else "o"
-            spot = LEAST if cost is None else max(cost["divergence"], LEAST)
+            spot = LEAST if cost is None else min(max(cost["divergence"], LEAST), MOST)
             axis.scatter(spot, place, s=16, marker=mark, edgecolors=color, facecolors=filled)
     for axis, label in zip(axes, ["speed over plain", *labels], strict=True):
         costs = axis is not axes[0]
