@@ -32,8 +32,9 @@ from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.drafting.noise.graph import DraftNoise
 from graftwork.passes.drafting.ppd.graph import DraftPpd
 from graftwork.passes.drafting.streams.graph import DraftStreams
+from graftwork.passes.drafting.target_change import Changed
 from graftwork.passes.drafting.trained import adapters_of
-from graftwork.passes.drafting.tune_target import Changed, TuneTarget, adapted, untuned
+from graftwork.passes.drafting.tune_target import TuneTarget, adapted, untuned
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights
 from graftwork.passes.stepping.add_argmax import AddArgmax

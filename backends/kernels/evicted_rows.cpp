@@ -76,7 +76,8 @@ KERNEL(keep_top, Kept) {
         if (past < of.full) return std::iota(to, to + of.rows, 0);
         order.resize(of.C);
         for (int64_t c = 0; c < of.C; c++) {
-            const float score = std::min(std::max(of.scores[group * of.C + c], -MOST), MOST);
+            // In this order what is no number counts as least.
+            const float score = std::min(MOST, std::max(-MOST, of.scores[group * of.C + c]));
             const bool stays = c < of.sinks || c >= past - of.recent;
             const int64_t rank = int64_t(score) + (int64_t(1) << 24) + (int64_t(stays) << 26);
             order[c] = c < past ? rank * of.C + c : c - of.C;

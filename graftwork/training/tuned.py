@@ -33,16 +33,9 @@ from ..ir.plan import Record
 from ..ir.support.files import plain_path
 from ..ir.support.scratch import write_text
 from ..measuring.agreement import OwnText, continued, plain_plan
+from ..passes.drafting.target_change import MEASURED, Changed, digest_of, told_of
 from ..passes.drafting.trained import ADAPTER, adapters_of
-from ..passes.drafting.tune_target import (
-    MEASURED,
-    Changed,
-    TuneTarget,
-    digest_of,
-    told_of,
-    tuning_of,
-    untuned,
-)
+from ..passes.drafting.tune_target import TuneTarget, tuning_of, untuned
 from ..passes.engine.evidence import TextSample
 from . import checkpoint
 from .fit import Fit, FitOptions, FitState, Fitted, Report, held_out_prompts, room

@@ -25,54 +25,24 @@ products. Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models
 
 from __future__ import annotations
 
-import hashlib
 import zlib
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from ...ir import PassError, Program, TensorType, Weight, derivation, derive, type_of
 from ...ir.plan.contract import Contract
 from ...ir.rewrite.subgraph import beyond
-from ...ir.support.files import read_json
 from ..engine.base import Effect, Outcome, Pass, register
 from .grafts import initial
+from .target_change import measured, told_of
 from .trained import ADAPTER, TrainedWeights, adapters_of
 
 A, G = torch.ops.aten, torch.ops.graftwork
 
 SCALE = 2
 """By which an adapter's product is multiplied."""
-
-MEASURED = "tuned.json"
-"""Name of the file beside the weights that says by how much training changed the target."""
-
-Change = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class Changed(BaseModel):
-    """By how much a tuned target differs from the original on held-out text. tokens: that were
-    predicted. divergence: mean KL(original || tuned), nats a token. ratio: perplexity over the
-    original's; error: its standard error. agreement: share of tokens whose likeliest is the
-    original's. sha256: of the file of weights that was measured."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    tokens: Annotated[int, Field(ge=1)]
-    divergence: Annotated[float, Field(allow_inf_nan=False)]
-    ratio: Change
-    error: Change
-    agreement: Annotated[float, Field(ge=0, le=1)]
-    sha256: str = ""
-
-    def __str__(self) -> str:
-        return (
-            f"on {self.tokens} held-out tokens KL {max(self.divergence, 0.0):.4f} nats a token, "
-            f"perplexity {self.ratio:.3f} +- {self.error:.3f} of the original's, "
-            f"{self.agreement:.1%} of the likeliest tokens the same"
-        )
 
 
 @register
@@ -164,40 +134,11 @@ class TuneTarget(Pass):
                 f"graftwork.train_target), then set {self.name}.weights"
             )
         assert given.path is not None
-        return told_of(_measured(given.path))
-
-
-def told_of(change: Changed | None) -> str:
-    """What reports say of a tuned target."""
-    by = "by how much is unknown here (optimize with cost=True measures it)"
-    return f"the target's weights were tuned: {by if change is None else change}"
+        return told_of(measured(given.path))
 
 
 def _of_few_bits(target: object) -> bool:
     return str(target).startswith("graftwork.quantized_")
-
-
-def _measured(path: Path) -> Changed | None:
-    """What training measured of a file of weights; None if it measured no such file. Errors:
-    `PassError` for a damaged file."""
-    beside = path.with_name(MEASURED)
-    if not beside.exists():
-        return None
-    try:
-        change = Changed.model_validate(read_json(beside))
-    except (OSError, ValueError, ValidationError) as error:
-        what = " ".join(str(error).split())[:200]
-        raise PassError(
-            f"tune_target: {beside} is damaged ({what}): delete it, and the report says that the "
-            f"change is unknown"
-        ) from error
-    return change if change.sha256 == digest_of(path) else None
-
-
-def digest_of(path: Path) -> str:
-    """A file's sha256."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def untuned(program: Program) -> Program:
