@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from ..ir.support.memory import give_back
+
 HUGE = 2 << 20
 """Bytes of a huge page."""
 
@@ -39,7 +41,6 @@ class Trimmer:
 
     def __init__(self) -> None:
         self.loaded = 0
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of the GNU C library
 
     def note(self, nbytes: int) -> None:
         """So many bytes were loaded."""
@@ -50,8 +51,7 @@ class Trimmer:
     def done(self) -> None:
         """Nothing more is loaded for now."""
         self.loaded = 0
-        if self._trim is not None:
-            self._trim(0)
+        give_back()
 
 
 @contextmanager

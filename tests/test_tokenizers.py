@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ from graftwork.backends.target import Target
 from graftwork.cli.demo import demo_folder
 from graftwork.data.prompts import read_prompts
 from graftwork.ir import InputError, PassError, Program
-from graftwork.ir.support.tokenizer import check_length, decode, encode, read_tokenizer
+from graftwork.ir.support.memory import give_back
+from graftwork.ir.support.tokenizer import GARBAGE, check_length, decode, encode, read_tokenizer
 from graftwork.model import Model
 from graftwork.passes.drafting.corpus.graph import DraftCorpus
 
@@ -116,3 +119,26 @@ def test_tokens_of_no_text_are_refused() -> None:
     assert decode(tokenizer, encode(tokenizer, TEXT)) == TEXT
     with pytest.raises(InputError, match="cannot decode 1 tokens"):
         decode(tokenizer, [2**40])
+
+
+def resident() -> int:
+    """Bytes of this process' memory that belong to no file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library of GNU alone gives memory back")
+def test_what_reading_a_large_tokenizer_leaves_is_given_back(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    vocabulary = {f"token-of-some-length-{i}": i for i in range(280_000)}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "token-of-some-length-0"}
+    path.write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    assert path.stat().st_size > GARBAGE
+    del vocabulary, model
+    gc.collect()
+    give_back()
+    read = read_tokenizer(path)
+    left = resident()
+    give_back()
+    assert left - resident() < 4 << 20
+    assert read.token_to_id("token-of-some-length-9") == 9

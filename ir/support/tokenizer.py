@@ -13,10 +13,15 @@ from typing import TYPE_CHECKING
 
 from .errors import GraftworkError, InputError
 from .files import LARGE, read_bytes
+from .memory import give_back
 from .names import shown
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
+
+GARBAGE = 8 << 20
+"""Bytes of a tokenizer.json from which on it is worth giving back what reading it leaves: six times
+as many, which would stay resident beside the weights."""
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
@@ -25,9 +30,13 @@ def read_tokenizer(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     with refusing(f"cannot read {path}", "; expected the tokenizer that belongs to the model"):
-        read = Tokenizer.from_buffer(read_bytes(path, LARGE))
+        data = read_bytes(path, LARGE)
+        read = Tokenizer.from_buffer(data)
         read.no_truncation()
         read.no_padding()
+    if len(data) >= GARBAGE:
+        del data
+        give_back()
     return read
 
 
