@@ -13,13 +13,15 @@ After::
       ... final norm and head on %p ...
 
 A prefill then runs the head on one token instead of the whole prompt. Outputs that the logits do
-not depend on stay as they are. Applies to every function of the target that returns logits. Refuses
-a program without markers, and one where something between the last marker and the logits also needs
-the other tokens.
+not depend on stay as they are. Other heads that have a part in the logits, behind markers at the
+point "head", run on the same tokens. Applies to every function of the target that returns logits.
+Refuses a program without markers, and one where something between the last marker and the logits
+also needs the other tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +29,7 @@ import torch.fx
 from torch.fx.node import map_aggregate
 
 from ...ir import Function, Program, VerifyError, cone, site_of
+from ...ir.ops.marker import HEAD
 from ...ir.ops.rounded_state import STEPS
 from ...ir.plan.inputs import INPUTS
 from ...ir.types import Sym
@@ -59,26 +62,34 @@ def _pick(fn: Function) -> int | str:
     markers = fn.calls(G.hidden.default)
     if "logits" not in fn.outputs:
         return f"{fn.name} returns no logits"
-    if not markers:
+    lasts = [node for node in markers if node.kwargs["point"] != HEAD][-1:]
+    if not lasts:
         return f"{fn.name} has no graftwork.hidden marker"
     if fn.has_input("select"):
         return f"{fn.name} has an input 'select' already"
-    return pick_after(fn, markers[-1], "logits") or 1
+    heads = [node for node in markers if node.kwargs["point"] == HEAD]
+    return pick_after(fn, lasts[0], "logits", heads) or 1
 
 
-def pick_after(fn: Function, last: torch.fx.Node, output: str) -> str:
-    """Compute what lies between a value [B,T,H] and an output for chosen tokens only (in place).
+def pick_after(
+    fn: Function, last: torch.fx.Node, output: str, others: Collection[torch.fx.Node] = ()
+) -> str:
+    """Compute what lies between values [B,T,H] and an output for chosen tokens only (in place).
 
     Adds the input ``select``. Other outputs stay as they are. Returns why it cannot be done, or "".
     """
     needed = cone([fn.outputs[output]])
     select = fn.add_input("select", INPUTS["select"].type)
-    users = [user for user in last.users if user in needed]
-    with fn.graph.inserting_after(last):
-        picked = fn.call(G.pick_rows.default, last, select, site=site_of(last))
-    for user in users:
-        user.replace_input_with(last, picked)
-    tail = _descendants(fn, picked)
+    picks = set()
+    for value in (last, *others):
+        # Where a head reads the last layer's own state, its marker comes behind the layer's.
+        users = [user for user in value.users if user in needed and user not in others]
+        with fn.graph.inserting_after(value):
+            picked = fn.call(G.pick_rows.default, value, select, site=site_of(value))
+        for user in users:
+            user.replace_input_with(value, picked)
+        picks.add(picked)
+    tail = _descendants(fn, picks)
     if any(node.target in MIXING for node in tail):
         return "an op after the last marker mixes tokens"
     for node in tail:
@@ -91,12 +102,12 @@ def pick_after(fn: Function, last: torch.fx.Node, output: str) -> str:
     return ""
 
 
-def _descendants(fn: Function, root: torch.fx.Node) -> list[torch.fx.Node]:
-    reached = {root}
+def _descendants(fn: Function, roots: Collection[torch.fx.Node]) -> list[torch.fx.Node]:
+    reached = set(roots)
     for node in fn.calls():
         if any(arg in reached for arg in node.all_input_nodes):
             reached.add(node)
-    return [node for node in fn.calls() if node in reached and node is not root]
+    return [node for node in fn.calls() if node in reached and node not in roots]
 
 
 def _chosen(arg: Any) -> Any:
