@@ -32,7 +32,8 @@ class DraftRecord(Record):
     draft. goes_on: predicts from the states that another drafter makes. whole_path: from the states
     of all nodes on the path, not only of the last. in_parts: runs parts of the step, which must be
     cut. samples: tells what its drafts were sampled from, when sampling, whatever the tree is.
-    unrolls: one call of a function can make its levels (`unroll_draft`).
+    unrolls: one call of a function can make its levels (`unroll_draft`). vouches: drafts only what
+    would do unverified, too (`Vouched`).
     """
 
     slot: ClassVar[str] = "draft"
@@ -50,6 +51,7 @@ class DraftRecord(Record):
     in_parts: ClassVar[bool] = False
     unrolls: ClassVar[bool] = False
     samples: ClassVar[bool] = False
+    vouches: ClassVar[bool] = False
 
     @property
     def core(self) -> DraftRecord | None:

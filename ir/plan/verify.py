@@ -124,6 +124,27 @@ class Tolerant(VerifyRecord):
 
 
 @policy
+class Vouched(VerifyRecord):
+    """Keep drafts as they are, where the drafter is sure of every token (Lexical Unit Decoding).
+
+    For drafters that draft nothing else (Sun et al., "Decoding at the Speed of Thought", 2024). A
+    token that the call's own options rule out ends a draft; of a tree the longest path is kept.
+    """
+
+    kind: ClassVar[str] = "vouched"
+
+    def misfits(self, plan: DecodePlan) -> Iterator[str]:
+        """See `Record.misfits`: a drafter that guesses."""
+        guessing = [leaf for leaf in plan.draft.leaves if not leaf.vouches]
+        if guessing:
+            yield (
+                f"verify={self} keeps all that is drafted, and draft={guessing[0].brief} guesses: "
+                f"use a drafter that drafts only what it is sure of, such as draft_lexical, or a "
+                f"verifier that looks, such as verify_typical"
+            )
+
+
+@policy
 class Contrastive(VerifyRecord):
     """Decode p^(1 + beta) / q^beta, p being the target's distribution and q the drafter's.
 

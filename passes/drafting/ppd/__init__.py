@@ -89,7 +89,7 @@ class PromptProposer(ByDepth):
         program, self.many = self.executable.program, record.prompts
         self.vocabulary = program.info.vocab_size
         self.candidates = int(str(type_of(program.step.outputs["draft_tokens"]).dims[-1]))
-        self.riders = range(self.vocabulary, self.vocabulary + record.prompts)
+        self.riders = tuple(range(self.vocabulary, self.vocabulary + record.prompts))
         self.wants = ("draft_tokens", "draft_scores")
         self.samples = program.plan.tree.samples
         if self.samples:
@@ -156,7 +156,7 @@ class PromptProposer(ByDepth):
                 self.logits[index] = taken.outputs["logits"][index, said].float().cpu().numpy()
 
 
-def _behind(draft: Draft, node: int, riders: range) -> int | None:
+def _behind(draft: Draft, node: int, riders: Sequence[int]) -> int | None:
     """The column of the step where the prompt tokens behind a node begin, if it has some."""
     for place, (column, rider) in enumerate(zip(draft.follows, draft.riders, strict=True)):
         if column == node and rider == riders[0]:

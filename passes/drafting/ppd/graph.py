@@ -49,16 +49,20 @@ class DraftPpd(DraftPass):
     name: ClassVar[str] = "draft_ppd"
 
     def insert(self, program: Program) -> Outcome:
-        fn = program.step.copy()
-        if "draft_tokens" in fn.outputs:
-            raise PassError(f"{self.name}: the step drafts already")
         draft: PromptDraft = self.made(weight=WEIGHT)
-        weight = reading_prompts(fn, program, WEIGHT, draft.prompts, self.name, self.weights)
-        with fn.graph.inserting_before(fn.output_node):
-            best = candidates(
-                fn, fn.outputs["logits"], min(self.candidates, program.info.vocab_size)
-            )
-        del best["draft_logits"]
-        fn.set_outputs({**fn.outputs, **best})
-        program = program.with_function(fn, weights=program.weights.adding(weight))
+        program = riding(program, self, WEIGHT, draft.prompts)
         return Outcome(with_draft(program, draft), 1)
+
+
+def riding(program: Program, owner: DraftPass, weight: str, count: int) -> Program:
+    """The program whose step looks up the ids V, V + 1, ... in a table `weight` of `count` rows of
+    its own, and returns the best tokens after each. Errors: `PassError` naming the `owner`."""
+    fn = program.step.copy()
+    if "draft_tokens" in fn.outputs:
+        raise PassError(f"{owner.name}: the step drafts already")
+    table = reading_prompts(fn, program, weight, count, owner.name, owner.weights)
+    with fn.graph.inserting_before(fn.output_node):
+        best = candidates(fn, fn.outputs["logits"], min(owner.candidates, program.info.vocab_size))
+    del best["draft_logits"]
+    fn.set_outputs({**fn.outputs, **best})
+    return program.with_function(fn, weights=program.weights.adding(table))

@@ -28,27 +28,11 @@ def places_loss(
     batch: Batch,
     functions: tuple[str, ...] | None,
 ) -> Loss:
-    many, width = batch.tokens.shape
-    count = record.prompts
-    places = _places(batch.tokens, count)
-    groups = len(places)
+    places = random_places(batch.tokens, record.prompts)
     vocabulary = batch.logits.shape[-1]
-    riders = torch.arange(vocabulary, vocabulary + count).repeat(groups).to(batch.tokens)
-    behind = torch.arange(1, 1 + count).repeat(groups) + places.repeat_interleave(count)
-    positions = torch.cat([torch.arange(width), behind]).to(batch.tokens)
-    sees = seen(width, places + 1, count, causal=True).to(batch.tokens.device)
-    columns = torch.arange(width, width + groups * count).to(batch.tokens)
-    logits = run(
-        functions,
-        tokens=torch.cat([batch.tokens, riders.expand(many, -1)], 1),
-        positions=positions.expand(many, -1),
-        ancestors=sees.expand(many, -1, -1),
-        select=columns.expand(many, -1),
-    )["logits"]
-    total, hits = torch.zeros((), device=logits.device), []
-    # Steps that do not choose tokens give the text's logits too.
-    students = logits[:, -len(columns) :].unflatten(1, (groups, count)).unbind(2)
-    for level, student in enumerate(students):
+    riders = torch.arange(vocabulary, vocabulary + record.prompts)
+    total, hits = torch.zeros((), device=batch.logits.device), []
+    for level, student in enumerate(said_after(riders, places, run, batch, functions)):
         wanted = places.to(batch.tokens.device) + 1 + level
         total = total + record.decay**level * distilled(
             student, batch.target(record.aim)[:, wanted], 0
@@ -57,7 +41,39 @@ def places_loss(
     return Loss(total, hits)
 
 
-def _places(tokens: torch.Tensor, count: int) -> torch.Tensor:
+def said_after(
+    riders: torch.Tensor,
+    places: torch.Tensor,
+    run: Run,
+    batch: Batch,
+    functions: tuple[str, ...] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """What the step says after each of the ids `riders` i64[M], in a row behind each of the text's
+    tokens at `places` i64[G]: logits f[N,G,V] of each rider. They see the text before them, and
+    each other in order."""
+    many, width = batch.tokens.shape
+    count, groups = len(riders), len(places)
+    behind = torch.arange(1, 1 + count).repeat(groups) + places.repeat_interleave(count)
+    positions = torch.cat([torch.arange(width), behind]).to(batch.tokens)
+    sees = seen(width, places + 1, count, causal=True).to(batch.tokens.device)
+    columns = torch.arange(width, width + groups * count).to(batch.tokens)
+    logits = run(
+        functions,
+        tokens=torch.cat(
+            [batch.tokens, riders.repeat(groups).to(batch.tokens).expand(many, -1)], 1
+        ),
+        positions=positions.expand(many, -1),
+        ancestors=sees.expand(many, -1, -1),
+        select=columns.expand(many, -1),
+    )["logits"]
+    # Steps that do not choose tokens give the text's logits too.
+    said: tuple[torch.Tensor, ...] = (
+        logits[:, -len(columns) :].unflatten(1, (groups, count)).unbind(2)
+    )
+    return said
+
+
+def random_places(tokens: torch.Tensor, count: int) -> torch.Tensor:
     """i64[G] ascending: places of prompt tokens, one in `count`, drawn with the tokens as seed."""
     last = tokens.shape[1] - count
     generator = torch.Generator().manual_seed(int(tokens.sum()))

@@ -9,7 +9,7 @@ from math import exp, log
 import numpy as np
 import torch
 
-from ....ir.plan import Tolerant, TopKAccept, Typical
+from ....ir.plan import Tolerant, TopKAccept, Typical, Vouched
 from ...asking.checks import bad_logits
 from ...feeding.draft import Draft
 from ..sampling import Array, Chances, StepToVerify, best
@@ -150,4 +150,20 @@ class TypicalVerifier(RelaxedVerifier):
         bounds = np.minimum(self.record.floor, self.record.share * np.exp(-entropy))
         # Rounding must not stop the best token of a flat distribution.
         found: Array = np.minimum(bounds, probs.max(-1))
+        return found
+
+
+@VERIFIERS.register(Vouched, GREEDY)
+@VERIFIERS.register(Vouched, SAMPLING)
+class VouchedVerifier(RelaxedVerifier):
+    """A token passes unless the call's options rule it out.
+
+    Source: Sun et al., "Decoding at the Speed of Thought: Harnessing Parallel Decoding of Lexical
+    Units for LLMs" (2024).
+    """
+
+    record: Vouched
+
+    def bounds(self, probs: Array) -> Array:
+        found: Array = np.zeros(len(probs), dtype=probs.dtype)
         return found
