@@ -32,9 +32,11 @@ from ..ppd import PromptProposer, RidingDraft
 class LexicalDraft(RidingDraft):
     """[PAD] tokens behind the text, which say the rest of a lexical unit (LUD).
 
-    prompts: [PAD] tokens in a row. weight: f[1,H], their embedding. sure: least probability of each
-    token of a unit. unit: in training, the same of the tokens that make a unit of the text. beyond:
-    the weight, in training, of [PAD] tokens that stand beyond a unit.
+    prompts: [PAD] tokens in a row, behind the last token of a draft that is not verified, else
+    behind those where verification will likeliest end (`after`). weight: f[1,H], their embedding.
+    sure: least probability of each token of a unit. unit: in training, the same of the tokens that
+    make a unit of the text. beyond: the weight, in training, of [PAD] tokens that stand beyond a
+    unit.
     """
 
     sure: Part = 0.9
