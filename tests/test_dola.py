@@ -13,7 +13,10 @@ from small_llama import small_llama
 from transformers import LlamaForCausalLM
 
 import graftwork as gw
-from graftwork.ir import PassError
+from graftwork.exporting.gguf import check_passes
+from graftwork.ir import PassError, UnsupportedError
+from graftwork.passes.stepping.contrast_layers import ContrastLayers
+from graftwork.passes.stepping.pick_logits import PickLogits
 
 PROMPTS = [[5, 6, 7, 5, 6, 9, 5, 6], [11, 3, 11, 3, 12, 11, 3, 11]]
 NEW = 20
@@ -95,3 +98,9 @@ def test_drafts_and_few_bits_go_together_with_it(bits: str) -> None:
 def test_layers_that_are_not_there_are_refused() -> None:
     with pytest.raises(PassError, match=r"expected some of 1 to 5, each once: the model has 6"):
         model("eager", layers=[2, 2])
+
+
+def test_a_gguf_file_cannot_say_a_contrast() -> None:
+    check_passes([PickLogits])
+    with pytest.raises(UnsupportedError, match=r"the pass contrast_layers changes \(logits\)"):
+        check_passes([ContrastLayers])

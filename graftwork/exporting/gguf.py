@@ -27,6 +27,7 @@ from ..frontends.huggingface.lengths import frozen_ropes
 from ..frontends.huggingface.model import instantiate
 from ..frontends.trace import fake_mode
 from ..ir import GraftworkWarning, InputError, Program, UnsupportedError, type_of
+from ..ir.plan.contract import Contract
 from ..ir.support.files import plain_path
 from ..ir.support.packages import require
 from ..ir.support.scratch import replacing_file
@@ -36,13 +37,17 @@ from .gguf_tensors import Parameter, Tensors
 G = torch.ops.graftwork
 CONFIG = "config.json"
 SAID = frozenset({Effect.WEIGHT_NUMERICS, Effect.CACHE_LAYOUT, Effect.LOGITS})
-"""What passes may change of a program that a file still says all of."""
+"""What passes may change of a program that a file still says all of; logits only which are made,
+not what they are."""
 
 
 def check_passes(passes: Iterable[type[Pass] | Pass]) -> None:
     """Errors: `UnsupportedError` for a pass whose work a GGUF file cannot say."""
     for made in passes:
-        if others := made.effects - SAID:
+        others = made.effects - SAID
+        if made.contract is Contract.APPROXIMATE:
+            others |= made.effects & {Effect.LOGITS}
+        if others:
             raise UnsupportedError(
                 f"a GGUF file holds a model's weights, and cannot say what the pass {made.name} "
                 f"changes ({', '.join(sorted(effect.value for effect in others))}): export "
