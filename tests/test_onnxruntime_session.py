@@ -11,13 +11,19 @@ import pytest
 import torch
 from handmade import Shape, cached_llama
 from test_onnxruntime_executable import TARGET, Twin, executable, step_of
+from tiny import tiny_llama
 
 from graftwork.backends import Target, compile, cores
 from graftwork.backends.onnxruntime import session as sessions
+from graftwork.backends.onnxruntime import threads as counts
 from graftwork.backends.onnxruntime.executable import OnnxExecutable
 from graftwork.backends.onnxruntime.store import LARGE, WeightFile
 from graftwork.ir import InputError, Program, Weight, WeightStore
 from graftwork.ir.weights import Call
+from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.drafting.draft_model import DraftModel
+from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.stepping.add_argmax import AddArgmax
 
 
 def option(made: OnnxExecutable, name: str) -> Any:
@@ -81,6 +87,25 @@ def test_threads_are_those_of_the_target() -> None:
         step = next(iter(made._made["step"].values()))
         assert step.session.get_session_options().intra_op_num_threads == threads
     assert cores.default_threads() >= 1
+
+
+def test_drafts_run_on_all_cores_where_they_read_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tiny_llama().replace(guests={"same": tiny_llama()})
+    passes = (DraftModel(model="same"), InsertKvCache(), AddArgmax())
+    program = run_passes(program, [Step(each) for each in passes])[0]
+    draft = program.function("draft")
+    read = counts.bytes_read(program, draft)
+    tables = {str(node.args[0].target) for node in draft.calls(*counts.LOOK_UPS)}
+    own = [w.type.nbytes for n, w in program.weights.items() if n in draft.weights - tables]
+    assert tables and read == sum(own)
+    target = Target(threads=2)
+    few = counts.Threads.of(program, target)
+    assert few.counts == {"step": 2, "draft": 1} and not few.in_turn
+    monkeypatch.setattr(counts, "LARGE", read)
+    many = counts.Threads.of(program, target)
+    assert many.counts == {"step": 2, "draft": 2} and many.in_turn == {"step", "draft"}
+    made = started(program, target)
+    assert option(made, "session.force_spinning_stop") == "1"
 
 
 def test_a_quota_bounds_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:

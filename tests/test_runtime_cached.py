@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.backends.torch import TorchExecutable
-from graftwork.ir import PassError, Program, UnsupportedError
+from graftwork.ir import PassError, Program, UnsupportedError, arguments
 from graftwork.ir.execution.executable import Planned, Widths
 from graftwork.ir.plan import CachedDraft, NoDraft
 from graftwork.passes import Pass
@@ -204,6 +204,21 @@ def test_no_cache_for_the_draft() -> None:
     executable = compile(program.with_function(bare), Target.parse("eager"))
     with pytest.raises(UnsupportedError, match="its function eagle has no KV cache"):
         decode(executable, PROMPTS[:1], 4)
+
+
+def test_a_models_products_are_merged_and_of_few_bits_whole_numbers() -> None:
+    """Merged as the target's are; that a file means float activations holds of targets alone."""
+    stored = run_passes(tiny_llama(), [Step(in_int8(rounded=False))])[0]
+    program = tiny_llama().replace(guests={"same": stored})
+    draft = drafting(DraftModel(model="same"), CHAIN, program).function("draft")
+    products = draft.calls(torch.ops.graftwork.quantized_linear.default)
+    whole = stored.step.calls(torch.ops.graftwork.quantized_linear.default)
+    layers = len(stored.step.calls(torch.ops.graftwork.attention.default))
+    assert len(products) == len(whole) - 2 * layers - layers * bool(
+        stored.step.calls(torch.ops.graftwork.glu.default)
+    )
+    assert not any(arguments(node)["rounded"] for node in whole)
+    assert all(arguments(node)["rounded"] for node in products)
 
 
 def test_models_that_cannot_draft(tmp_path: Path) -> None:

@@ -290,10 +290,36 @@ def test_goodput_expects_what_came_of_a_size_on_the_mean():
     new, old = 1.0, 0.97
     made = np.array([1, 1, old / (old + new), old / (old + new), old / (old + new)])
     assert known.sizes() == pytest.approx([0, *made.cumsum()])
-    hits = old / np.arange(2.0, 7.0) + [1, 0, 0, 0, 0]
+    first = (1 + old / 2) / (old + new)
+    hits = old * np.array([1 / 2, *first ** np.arange(2, 6)]) + [1, 0, 0, 0, 0]
     assert known.expected() == pytest.approx(1 + np.array([0, *(hits / (old + new)).cumsum()]))
     known.learn(taken([Draft([1, 2])], [range(1)]), [0])  # a grammar's: nobody asked for it
     assert known.asked[0] == known.made[0] and known.asked[4] > known.made[4]
+
+
+def test_goodput_expects_of_further_tokens_what_the_first_ones_taught():
+    world = World(8, 0.95, 0.02, drafting=0.1)
+    world.play(GoodputLength(), 48)
+    assert max(world.sizes[: [*map(bool, world.sizes)].index(True) + 5]) >= 4
+    policy = GoodputPolicy(GoodputLength(), Executable(4), 1)
+    policy.known.learn(taken([Draft([1])], [range(0)]), [1])
+    rare = policy.known.expected()[1:] - policy.known.expected()[:-1]
+    assert rare == pytest.approx([0.97 / 2 / 1.97, 1 / 3, 1 / 4, 1 / 5])
+
+
+def test_goodput_takes_what_brings_a_drafter_up_to_a_text_for_no_part_of_a_draft():
+    policy = GoodputPolicy(GoodputLength(), Executable(4), 1)
+    plain = taken([NO_DRAFT], [range(0)])
+    for _ in range(20):
+        policy.limits([4])
+        policy.observe(plain, 0.0, 1.0)
+    before = policy.account()
+    policy.prepared(0.5)
+    policy.observe(taken([Draft([1])], [range(1)]), 0.1, 1.1)
+    known = policy.known
+    assert known.making.one(1) == pytest.approx(0.1)
+    assert policy.account() == pytest.approx(before - 0.5 - 0.1 - 1.1 + 2 + 2 * 0.01)
+    assert policy._size() == 3  # as wide as twice what was measured
 
 
 def test_goodput_of_goodput_is_refused():

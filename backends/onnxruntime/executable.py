@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...ir import Function, GraftworkError, InputError, Program, Role, UnsupportedError, type_of
+from ...ir import Function, GraftworkError, InputError, Program, UnsupportedError, type_of
 from ...ir.execution.analysis import is_repeatable
 from ...ir.execution.executable import ANY, DECOMPOSED, HeldCall, KernelUse, Memory, Outputs, Widths
 from ...ir.support.errors import execution_error
@@ -30,9 +30,10 @@ from .probe import mixtures_work
 from .repeated import RepeatedCall
 from .routing import COUNTED, Route, Router
 from .rows_quantized import needs_packing
-from .session import open_session, threads_of
+from .session import open_session
 from .step import Step
 from .store import WeightFile, store
+from .threads import Threads
 from .wide import widen
 
 GRAIN = 64
@@ -83,6 +84,7 @@ class OnnxExecutable(StatefulExecutable):
         self._opened: dict[tuple[str, Variant], Opened] = {}
         self._forget_addresses()
         self._routers = {n: Router(program, f, target) for n, f in program.functions.items()}
+        self._threads = Threads.of(program, target)
 
     def _forget_addresses(self) -> None:
         self._made: dict[str, dict[Variant, Step]] = {name: {} for name in self.program.functions}
@@ -203,9 +205,7 @@ class OnnxExecutable(StatefulExecutable):
         fn = lowered.function(function)
         path = self._file(function, variant)
         size = sum(weight.type.nbytes for weight in lowered.weights.values())
-        # The target's threads spin for a while after its work. Threads of another session would
-        # have to take the cores from them, so what is drafted in between uses one.
-        threads = threads_of(self.target) if fn.role is Role.TARGET else 1
+        threads = self._threads.counts[function]
         try:
             pairs = self._routers[function].pairs
             cuda = self.target.device == "cuda"
@@ -230,7 +230,7 @@ class OnnxExecutable(StatefulExecutable):
                 copies=not needs_packing(model.model.graph),
                 threads=threads,
                 own_ops=own,
-                in_turn=function in self.program.plan.step.parts,
+                in_turn=function in self._threads.in_turn,
                 stream=None if self.stream is None else self.stream.handle,
                 shared=shared,
                 graphs=self._comes_again(function, variant) and cuda,

@@ -22,9 +22,10 @@ The model's own step becomes a function of this program, its weights are called 
 Speculative Decoding", 2023; Chen et al., 2023). The path is resolved, traced and made canonical by
 whoever starts the passes (`Program.guests`), because passes know nothing of where models come from.
 Where one of the two has no tokenizer to compare, the report says so. Models of one family pad their
-vocabulary to different sizes: the draft's logits are those of the target's tokens. Refuses a model
-that is not there, other tokens, a program with a function ``draft``, and a recipe for the drafter
-whose drafter needs functions of its own.
+vocabulary to different sizes: the draft's logits are those of the target's tokens. Activations of a
+draft of few bits are rounded to int8, whatever its format means: what it says is verified. Refuses a
+model that is not there, other tokens, a program with a function ``draft``, and a recipe for the
+drafter whose drafter needs functions of its own.
 """
 
 from __future__ import annotations
@@ -38,9 +39,12 @@ import torch
 from ...ir import ParseError, PassError, Program, Role
 from ...ir.plan import CachedDraft, StagedDraft
 from ...ir.plan.bounds import Nodes
+from ...ir.rewrite.cleanup import sweep
 from ...ir.text.parser import parse_record
 from ..engine.base import Effect, Outcome
 from ..engine.plan_edits import with_draft
+from ..fusing.products import Merger
+from ..numerics.round_activations import round_products
 from ..policies import RecordPass, builds
 from ..stepping.pick_logits import pick_after
 from .grafts import candidates
@@ -114,8 +118,15 @@ class DraftModel(RecordPass):
             count = min(self.candidates, guest.info.vocab_size)
             outputs = candidates(fn, fn.outputs["logits"], count)
         fn.set_outputs(outputs)
+        # What it says is verified, so products of few bits may be whole numbers', whatever its
+        # format means. Nobody trains it by its weights' names, so it is merged as the target is.
+        round_products(guest, fn)
+        merger = Merger(fn, guest.weights)
+        merger.merge_attention()
+        merger.merge_gates()
+        sweep(fn)
         markers = fn.calls(G.hidden.default)
         picked = fn.copy()
         if markers and not pick_after(picked, picked.calls(G.hidden.default)[-1], "draft_logits"):
             fn = picked
-        return guest.with_function(fn)
+        return guest.with_function(fn, weights=merger.weights)

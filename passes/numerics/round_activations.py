@@ -33,6 +33,7 @@ from .rounding import SPAN
 
 G = torch.ops.graftwork
 LARGEST = 127
+PRODUCTS = (G.quantized_linear.default, G.quantized_moe.default)
 
 
 @register
@@ -50,25 +51,41 @@ class RoundActivations(Pass):
         """Round them in every function."""
 
         def edit(fn: Function) -> int | str:
-            calls = fn.calls(G.quantized_linear.default, G.quantized_moe.default)
-            plain = [node for node in calls if not arguments(node)["rounded"]]
-            for node in plain:
-                self._check(program, node)
-                rest = {k: v for k, v in node.kwargs.items() if k != "rounded"}
-                node.kwargs = {**rest, **rounding(True, self.span, *product_sizes(node))}
-            return len(plain) or f"{len(calls)} products have weights of few bits, all rounded"
+            for node in float_products(fn):
+                if not may_round(program, node):
+                    raise PassError(
+                        f"round_activations: {arguments(node)['weight'].target} has a codebook of "
+                        f"other than whole numbers up to {LARGEST}, so its products are float; "
+                        f"leave the pass out, or quantize the original (recipe int4)"
+                    )
+            count = round_products(program, fn, self.span)
+            return (
+                count
+                or f"{len(fn.calls(*PRODUCTS))} products have weights of few bits, all rounded"
+            )
 
         return edit_each(program, edit)
 
-    def _check(self, program: Program, node: torch.fx.Node) -> None:
-        """Errors: `PassError` for a codebook that sums of whole numbers cannot have."""
-        codebook = arguments(node).get("codebook")  # mixtures have none
-        if codebook is None:
-            return
-        values = program.weights[str(codebook.target)].load()
-        if (values != values.round()).any() or values.abs().max() > LARGEST:
-            raise PassError(
-                f"round_activations: {arguments(node)['weight'].target} has a codebook of other "
-                f"than whole numbers up to {LARGEST}, so its products are float; leave the pass "
-                f"out, or quantize the original (recipe int4)"
-            )
+
+def round_products(program: Program, fn: Function, span: int = SPAN) -> int:
+    """Round the activations of a function's products with weights of few bits, in place, where that
+    is possible; of how many. span: see `RoundActivations`."""
+    found = [node for node in float_products(fn) if may_round(program, node)]
+    for node in found:
+        rest = {k: v for k, v in node.kwargs.items() if k != "rounded"}
+        node.kwargs = {**rest, **rounding(True, span, *product_sizes(node))}
+    return len(found)
+
+
+def float_products(fn: Function) -> list[torch.fx.Node]:
+    """Products with weights of few bits whose activations are floats."""
+    return [node for node in fn.calls(*PRODUCTS) if not arguments(node)["rounded"]]
+
+
+def may_round(program: Program, node: torch.fx.Node) -> bool:
+    """Whether a product's codebook, if any, has values that sums of whole numbers can have."""
+    codebook = arguments(node).get("codebook")  # mixtures have none
+    if codebook is None:
+        return True
+    values = program.weights[str(codebook.target)].load()
+    return bool((values == values.round()).all() and values.abs().max() <= LARGEST)

@@ -13,7 +13,12 @@ from .base import Decoding, Round
 
 
 class GeneralRound(Round):
-    """draft -> step -> verify -> commit, once."""
+    """draft -> step -> verify -> commit, once.
+
+    late: seconds in which the drafter was brought up to the text, in this step.
+    """
+
+    late = 0.0
 
     @classmethod
     def fits(cls, decoding: Decoding) -> bool:
@@ -25,14 +30,15 @@ class GeneralRound(Round):
     def run(self, most: int | None) -> int:
         decoding = self.decoding
         live = sum(not text.done for text in decoding.own)
-        before = decoding.clock()
+        before, self.late = decoding.clock(), 0.0
         drafts = decoding.paired(self.propose())
         between = decoding.clock()
         made = sum(text.generated for text in decoding.own)
         step = self.step(drafts)
         made = sum(text.generated for text in decoding.own) - made
         decoding.stats.skipped_layers += (decoding.depth.total - decoding.depth.ran) * made
-        decoding.length.observe(step, between - before, decoding.clock() - between)
+        drafting = between - before - self.late
+        decoding.length.observe(step, drafting, decoding.clock() - between)
         decoding.stats.count(1, live)
         return 1
 
@@ -48,6 +54,10 @@ class GeneralRound(Round):
         counts = decoding.length.limits(rooms)
         if not any(counts):
             return decoding.no_drafts
+        begun = decoding.clock()
+        if decoding.drafter.bring_up(decoding.length.most + 1):
+            self.late = decoding.clock() - begun
+            decoding.length.prepared(self.late)
         drafts = decoding.drafter.propose(list(map(min, rooms, counts)))
         return [
             draft.cut(count) if len(draft.tokens) > count else draft

@@ -119,6 +119,12 @@ class CommittedRows(Follower):
             self._extend(1, silent=True)
         return self._extend(0, riders)
 
+    def bring_up(self, usual: int) -> bool:
+        late = self._pending(max(usual, self.block) + 1)
+        while self._pending(self.block + 1) if late else False:
+            self._extend(self.block, silent=True)
+        return late
+
     def settle(self) -> None:
         """Bring the cache up to the text, whatever that returns."""
         while self._pending(1):

@@ -32,6 +32,11 @@ class Follower(Resumes):
         if self.follower is not None:
             self.follower.observe(taken)
 
+    def bring_up(self, usual: int) -> bool:
+        """Before a draft: make what texts lack where that is more than the `usual` tokens that a
+        step with a draft leaves at most; whether it was. The draft makes the rest."""
+        return self.follower is not None and self.follower.bring_up(usual)
+
     def keep(self, index: int, fed: int) -> Memo:
         return {} if self.follower is None else self.follower.keep(index, fed)
 

@@ -44,6 +44,9 @@ class CombiningDrafter(Drafter):
         for part in self.parts:
             part.observe(taken)
 
+    def bring_up(self, usual: int) -> bool:
+        return any([part.bring_up(usual) for part in self.parts])
+
     def keep(self, index: int, fed: int) -> Memo:
         """What each part keeps, numbered."""
         memos = [part.keep(index, fed) for part in self.parts]

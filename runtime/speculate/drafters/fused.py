@@ -75,6 +75,10 @@ class FusedDrafter(ChainDrafter):
         self.prepare(rooms)
         return super().propose(rooms)
 
+    def bring_up(self, usual: int) -> bool:
+        """`behind` makes what is missing in `prepare`, with the first chain."""
+        return self.apart is not None and self.apart.bring_up(usual)
+
     def observe(self, taken: VerifiedStep) -> None:
         if self.apart is not None:
             self.apart.observe(taken)

@@ -66,6 +66,10 @@ class LengthPolicy:
     def rested(self, steps: int, seconds: float) -> None:
         """So many were made in so many seconds, one token each, without calls of `observe`."""
 
+    def prepared(self, seconds: float) -> None:
+        """Before a draft: what it took to bring the drafter up to a text that had gone on without
+        drafts, or begins."""
+
     def observe(self, taken: VerifiedStep, drafting: float, step: float) -> None:
         """After each step. drafting: seconds that the drafts took; step: the step and its check."""
 

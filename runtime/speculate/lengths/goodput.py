@@ -37,8 +37,8 @@ class Timings:
 
     costs: seconds of a step by width; resting: of one while nothing is drafted for a while, under
     width 1. making: seconds that a draft takes by its size. looked: whether a rest was timed.
-    preparing: seconds before the first draft after a rest, where the step makes the others; None:
-    not known.
+    preparing: seconds before a text's first draft, or the first after a rest, in which what the
+    drafter lacks is made; None: not known.
     """
 
     preparing: float | None = None
@@ -53,7 +53,8 @@ class Knowledge:
     """What texts have taught with an executable at a batch size; it outlives a generation.
 
     asked, made, hits: f64[most], how often draft token i was asked for, verified and accepted,
-    older drafts counting less. lost: seconds, next to plain decoding of `tokens` tokens. steps,
+    older drafts counting less; imagined: f64[most], what an imagined draft still counts in these.
+    lost: seconds, next to plain decoding of `tokens` tokens. steps,
     whole, plain: steps so far, and at the last one with a whole draft or none. patience: steps from
     a whole draft to the next. until: the step before which nothing is drafted.
     """
@@ -64,9 +65,8 @@ class Knowledge:
         self.lost = self.tokens = 0.0
         self.steps = self.whole = self.plain = 0
         self.patience = self.until = 0
-        # One imagined draft, whose later tokens were accepted ever more rarely.
-        self.asked, self.made = np.ones(most), np.ones(most)
-        self.hits = 1 / np.arange(2.0, most + 2)
+        self.asked, self.made, self.imagined = np.ones(most), np.ones(most), np.ones(most)
+        self.hits = np.zeros(most)
 
     def learn(self, taken: VerifiedStep, asked: Sequence[int]) -> None:
         """What became of each draft token. asked: how many were, of each sequence."""
@@ -78,7 +78,8 @@ class Knowledge:
         # What a grammar forces was not asked for, and may be longer than any draft of the plan.
         size = min(made, len(self.asked))
         wanted = max(size, wanted)
-        for counts, found in ((self.asked, wanted), (self.made, size), (self.hits, 0)):
+        each = (self.asked, wanted), (self.made, size), (self.hits, 0), (self.imagined, 0)
+        for counts, found in each:
             counts[:wanted] *= FORGET
             counts[:found] += 1
         self.hits[[node for node in path if node < size]] += 1
@@ -89,8 +90,17 @@ class Knowledge:
         return min(step, self.resting.one(1)) if self.resting.widths else step
 
     def expected(self) -> Any:
-        """Tokens that a step yields if 0..most draft tokens are asked for, f64[most+1]."""
-        return 1 + np.concatenate([[0.0], np.cumsum(self.hits / self.asked)])
+        """Tokens that a step yields if 0..most draft tokens are asked for, f64[most+1].
+
+        Of the imagined draft later tokens were accepted ever more rarely, but after those before
+        them no more rarely than the first token of drafts is.
+        """
+        places = np.arange(1.0, len(self.hits) + 1)
+        first = (self.hits[:1] + self.imagined[:1] / 2) / self.asked[:1]
+        imagined = self.imagined * np.maximum(
+            1 / (places + 1), np.where(places > 1, first**places, 0)
+        )
+        return 1 + np.concatenate([[0.0], np.cumsum((self.hits + imagined) / self.asked)])
 
     def sizes(self) -> Any:
         """Tokens of a draft if 0..most are asked for, f64[most+1]."""
@@ -126,6 +136,7 @@ class GoodputPolicy(LengthPolicy):
         self.of = LENGTHS.find(record.of)(record.of, executable, batch)
         self.wants = self.of.wants
         self.asked = [0] * batch
+        self.drafted = -self.most - 1  # before a text's first draft its prompt is made up for
         self.in_step = any(leaf.in_step for leaf in executable.program.plan.draft.leaves)
         self.plain_every = PLAIN_RARELY if self.in_step else PLAIN_EVERY
 
@@ -172,9 +183,11 @@ class GoodputPolicy(LengthPolicy):
         # start pays for: a few tokens teach little. Where making any takes more than that, they
         # come with it, once it is earned.
         tries = seconds - plain
+        ahead = known.timings.preparing
         if self.in_step:
-            ahead = known.timings.preparing
             tries[1:] += plain if ahead is None else ahead
+        elif known.steps - self.drafted > self.most:
+            tries[1:] += ahead or 0.0
         risked = max(half * HORIZON * plain, 1.5 * tries[1])
         largest = int(np.searchsorted(tries, risked, side="right")) - 1
         due = known.steps - known.whole >= known.patience
@@ -219,6 +232,13 @@ class GoodputPolicy(LengthPolicy):
         known.tokens += steps
         known.plain = known.steps
 
+    def prepared(self, seconds: float) -> None:
+        known = self.known
+        known.lost += seconds
+        before = known.timings.preparing
+        # What is opened or compiled at the first time is part of it.
+        known.timings.preparing = seconds if before is None else min(before, seconds)
+
     def observe(self, taken: VerifiedStep, drafting: float, step: float) -> None:
         gained = [len(tokens) for tokens in taken.tokens if tokens]
         if not gained:
@@ -237,7 +257,7 @@ class GoodputPolicy(LengthPolicy):
         known.steps += 1
         known.tokens += mean
         if size:
-            known.until = 0
+            known.until, self.drafted = 0, known.steps
         else:
             known.plain = known.steps
 
@@ -258,11 +278,7 @@ class _MadeChains(ReadyChains):
         return min(self.chosen, max(sizes))
 
     def prepared(self, seconds: float) -> None:
-        known = self.policy.known
-        known.lost += seconds
-        before = known.timings.preparing
-        # What is opened or compiled at the first time is part of it.
-        known.timings.preparing = seconds if before is None else min(before, seconds)
+        self.policy.prepared(seconds)
 
     def learn(
         self, fed: Sequence[int], evidence: Sequence[int], accepted: Sequence[int], seconds: float

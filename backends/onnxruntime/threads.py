@@ -1,0 +1,57 @@
+"""How many threads each function's session runs with, and which of them stop when a run ends.
+
+The threads of a session spin for a while after its work. Threads of another session would have to
+take the cores from them, so what is drafted between two steps runs on one, unless that has so much
+to read that all cores pay: then the threads of the step and of the draft stop as soon as each run
+ends, which costs them some microseconds to wake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ...ir import Function, Program, Role
+from ..target import Target
+from .session import threads_of
+
+A, G = torch.ops.aten, torch.ops.graftwork
+
+LARGE = 24 << 20
+"""Bytes of weights from which on a draft runs on all cores: one core reads some ten of them a
+millisecond, and a draft of a third as much was slower on two than on one."""
+
+LOOK_UPS = (A.embedding.default, G.quantized_embedding.default)
+"""Ops that read a few rows of a weight."""
+
+
+@dataclass(frozen=True)
+class Threads:
+    """Of the sessions of a program. counts: threads, by function. in_turn: functions whose threads
+    stop with each run."""
+
+    counts: Mapping[str, int]
+    in_turn: frozenset[str]
+
+    @classmethod
+    def of(cls, program: Program, target: Target) -> Threads:
+        """Upkeep, which moves rows, has one thread."""
+        functions = program.functions
+        models = {name for name, fn in functions.items() if fn.role is Role.TARGET}
+        drafts = {
+            name
+            for name, fn in functions.items()
+            if fn.role is Role.DRAFT and bytes_read(program, fn) >= LARGE
+        }
+        counts = {name: threads_of(target) if name in models | drafts else 1 for name in functions}
+        turns = models | drafts if drafts else set(program.plan.step.parts)
+        return cls(counts, frozenset(turns))
+
+
+def bytes_read(program: Program, fn: Function) -> int:
+    """Bytes of weights that a run reads whole: all but those that are looked up alone."""
+    nodes = [node for node in fn if node.op == "get_attr"]
+    names = {str(n.target) for n in nodes if any(u.target not in LOOK_UPS for u in n.users)}
+    return sum(program.weights[name].type.nbytes for name in names)
