@@ -1,7 +1,8 @@
 """Every recipe on real models: does it build, what does it keep, what does it save.
 
     python benchmarks/real.py MODEL [MODEL ...] --text NAME=FILE [--text NAME=FILE ...]
-        --prompts PROMPTS.jsonl [--calibration FILE] [--corpus FILE.json] [--recipes A,B,...]
+        --prompts PROMPTS.jsonl [--calibration FILE] [--corpus FILE.json] [--draft MODEL]
+        [--recipes A,B,...]
         [--set RECIPE.PASS.OPTION=VALUE ...] [--target onnxruntime:cpu:float32] [--count 8]
         [--tokens 64] [--threads 2]
         --json F [--svg F] [--markdown F]
@@ -28,7 +29,8 @@ or why there is none: what the recipe says that refuses, or what it needs that n
 that need training are untrained here: they show that the text stays, not what they gain.
 
 A line of PROMPTS.jsonl has ``text``, or token ids under the name of the model's folder or file.
-`calibration` is read by recipes that ask for text, `corpus` by those that draft from one.
+`calibration` is read by recipes that ask for text, `corpus` by those that draft from one, and
+`draft` is the smaller model of those that take one; such a row names it.
 """
 
 from __future__ import annotations
@@ -100,9 +102,14 @@ def lacking(recipe: Recipe, args: argparse.Namespace) -> str:
     """What a recipe needs that nobody gave; "" if nothing."""
     if recipe.reads_text and args.calibration is None:
         return "needs calibration text"
-    given = {"a corpus file"} if args.corpus is not None else set()
+    given = {what for what, value in (("a corpus file", args.corpus), *guests(args)) if value}
     wanted = [what for what in recipe.brought if what in ASKED and what not in given]
     return f"needs {wanted[0]}" if wanted else ""
+
+
+def guests(args: argparse.Namespace) -> list[tuple[str, Path | None]]:
+    """What recipes call a smaller model, and the one that is given."""
+    return [(what, args.draft) for what in ("a draft model", "a smaller model")]
 
 
 class Plain:
@@ -124,6 +131,8 @@ class Plain:
         """Errors: `GraftworkError` where the recipe refuses."""
         if "a corpus file" in recipe.brought:
             recipe = recipe.with_options([f"draft_corpus.path={self.args.corpus}"])
+        takes = [step.pass_.name for step in recipe.steps if "" in step.pass_.models]
+        recipe = recipe.with_options([f"{name}.model={self.args.draft}" for name in takes])
         data = None
         if recipe.reads_text:
             data = documents(self.args.calibration, self.model, LEARNT)
@@ -148,7 +157,10 @@ def cell(plain: Plain, recipe: Recipe) -> dict[str, Any]:
     try:
         made = plain.made(recipe)
     except gw.GraftworkError as error:
-        return row | {"none": f"refused: {error}"}
+        said = str(error).replace(str(plain.path), plain.path.name)
+        return row | {"none": f"refused: {said}"}
+    if any(step.pass_.models for step in recipe.steps):
+        row["draft"] = args.draft.name
     row["made"] = time.perf_counter() - start
     assert made.report is not None and plain.model.report is not None
     row["untrained"] = bool({"trained heads", "a tuned target"} & {*recipe.brought})
@@ -227,6 +239,7 @@ def markdown(rows: list[dict[str, Any]], labels: list[str]) -> str:
             cells = [
                 f"`{row['recipe']}`"
                 + "".join(f", `{one}`" for one in row.get("set", []))
+                + (f", draft `{row['draft']}`" if "draft" in row else "")
                 + (", untrained" if row["untrained"] else ""),
                 *(row["model"], f"{row['made']:.0f} s", f"{row['weights']:.2f}", *held),
                 *(f"{row['same']}/{row['texts']} ({row['kept']:.0%})", f"{row['accepted']:.2f}"),
@@ -360,6 +373,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--calibration", type=Path)
     parser.add_argument("--corpus", type=Path)
+    parser.add_argument("--draft", type=Path, metavar="MODEL")
     parser.add_argument("--recipes", default=",".join(recipe.name for recipe in recipes()))
     parser.add_argument("--set", action="append", default=[], metavar="RECIPE.PASS.OPTION=VALUE")
     parser.add_argument("--target", default="onnxruntime:cpu:float32")
