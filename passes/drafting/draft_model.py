@@ -23,8 +23,8 @@ Speculative Decoding", 2023; Chen et al., 2023). The path is resolved, traced an
 whoever starts the passes (`Program.guests`), because passes know nothing of where models come from.
 Where one of the two has no tokenizer to compare, the report says so. Models of one family pad their
 vocabulary to different sizes: the draft's logits are those of the target's tokens. Activations of a
-draft of few bits are rounded to int8, whatever its format means: what it says is verified. Refuses a
-model that is not there, other tokens, a program with a function ``draft``, and a recipe for the
+draft of few bits are rounded to int8, whatever its format means: what it says is verified. Refuses
+a model that is not there, other tokens, a program with a function ``draft``, and a recipe for the
 drafter whose drafter needs functions of its own.
 """
 

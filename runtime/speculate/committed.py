@@ -121,7 +121,7 @@ class CommittedRows(Follower):
 
     def bring_up(self, usual: int) -> bool:
         late = self._pending(max(usual, self.block) + 1)
-        while self._pending(self.block + 1) if late else False:
+        while late and self._pending(self.block + 1):
             self._extend(self.block, silent=True)
         return late
 
