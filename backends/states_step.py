@@ -24,6 +24,7 @@ import torch.fx
 
 from ..ir import Function, Program, cone, type_of
 from ..ir.execution.analysis import part_of
+from ..ir.plan.inputs import PACKED
 from ..ir.plan.source import STATES
 from ..ir.rewrite.cleanup import sweep
 
@@ -54,6 +55,9 @@ def with_states(program: Program) -> Program:
 
 def _return(fn: Function, read: torch.fx.Node, program: Program) -> None:
     """Have a copy of a function return this node, and the states that it writes."""
+    if fn.has_input(PACKED):  # its tokens are in one row
+        with fn.graph.inserting_after(read):
+            read = fn.call(G.take_tokens.default, read, fn.input("shown"))
     written = {name: node for name, node in fn.outputs.items() if name in program.states}
     fn.set_outputs({STATES: read, **written})
     sweep(fn)

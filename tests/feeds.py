@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from graftwork.ir import Program, Sym, TensorType, Weight, WeightStore, type_of
+from graftwork.ir.plan.inputs import whole_rows
 from graftwork.passes.engine.feed import encoded
 
 
@@ -51,6 +52,7 @@ def step_inputs(program: Program, batch: int = 2, width: int = 5) -> dict[str, t
         "past": torch.zeros(batch, dtype=torch.int64),
         "ancestors": torch.ones(width, width).tril().bool().expand(batch, width, width),
         "select": positions,
+        **whole_rows(batch, width),
         **encoded(program, batch),
     }
     inputs = {}

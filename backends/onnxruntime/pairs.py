@@ -30,6 +30,7 @@ _BY_ROW = frozenset(
         operator.getitem,
         G.hidden.default,
         G.pick_rows.default,
+        G.take_tokens.default,
         G.cache_read.default,
         G.ort_read_rows.default,
         G.rms_norm.default,

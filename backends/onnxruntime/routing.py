@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ...ir import Function, InputError, Program, Role, Sym, type_of
-from ...ir.plan.inputs import ANCESTORS
+from ...ir.plan.inputs import ANCESTORS, PACKED
 from ..base import rounds_activations
 from ..target import Target
 from .attention import SEQLENS, TOTAL, Counted
@@ -165,6 +165,10 @@ class Router:
         for name, axis in self.tokenwise.items():
             if name in kept:
                 kept[name] = kept[name].repeat_interleave(2, axis)
+        if PACKED in kept:
+            pair = torch.arange(2)
+            kept["places"] = 2 * kept["places"] + pair
+            kept[PACKED] = (2 * kept[PACKED][..., None] + pair).flatten(1)
         return kept
 
     def _chain(self, batch: int, width: int) -> torch.Tensor:

@@ -33,6 +33,12 @@ def pick_rows(e: Emitter, x: oir.Value, select: oir.Value) -> Any:
     return e.op("GatherND", x, index, batch_dims=1)
 
 
+@row(G.take_tokens.default)
+def take_tokens(e: Emitter, x: oir.Value, places: oir.Value) -> Any:
+    batch, width, size = type_of(x).dims
+    return e.op("Gather", e.op("Reshape", x, e.shape((batch * width, size))), places, axis=0)
+
+
 def _is_floating(node: torch.fx.Node) -> bool:
     return ir_type(node).dtype.is_floating_point  # providers of GPUs move no bytes this way
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...ir import Program, UnsupportedError
+from ...ir.plan.inputs import PACKED
 
 
 def refuse_moves(program: Program) -> None:
@@ -13,6 +14,16 @@ def refuse_moves(program: Program) -> None:
             f"(cache={program.plan.cache.brief}), and the graph that other loaders run has no "
             f"place for it: they would keep every row. The format onnx-plan carries it, for "
             f"runners that know it; or export another recipe, such as baseline"
+        )
+
+
+def refuse_packed(program: Program) -> None:
+    """Errors: `UnsupportedError` for a step that is told which of its columns have tokens."""
+    if program.step.has_input(PACKED):
+        raise UnsupportedError(
+            f"{program.name} packs the tokens of a batch (pass pack_tokens), which graphs that are "
+            f"exported are not fed with: save it and load it with graftwork, or export the recipe "
+            f"without pack_tokens, whose texts are the same"
         )
 
 

@@ -10,6 +10,8 @@ from ...ir import Function, Sym, type_of
 from ...ir.execution.executable import Widths
 
 WIDTH, CHOSEN = Sym("T"), Sym("S")
+TOGETHER = {WIDTH: Sym("N"), CHOSEN: Sym("M")}
+"""The same of all sequences of a batch, packed."""
 
 
 class OpenAxes:
@@ -26,7 +28,7 @@ class OpenAxes:
                 name: frozenset(axis for axis, dim in enumerate(found) if dim == symbol)
                 for name, found in dims.items()
             }
-            for symbol in (WIDTH, CHOSEN)
+            for symbol in (WIDTH, CHOSEN, *TOGETHER.values())
         }
 
     def of(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, frozenset[int]]:
@@ -36,7 +38,9 @@ class OpenAxes:
         if self.widths.more and width is not None and width not in self.widths.each:
             symbols = [WIDTH, CHOSEN] if (self._size(CHOSEN, inputs) or 1) > 1 else [WIDTH]
         return {
-            name: frozenset().union(*(self.places[symbol][name] for symbol in symbols))
+            name: frozenset().union(
+                *(self.places[kind][name] for s in symbols for kind in (s, TOGETHER[s]))
+            )
             for name in inputs
         }
 

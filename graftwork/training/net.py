@@ -11,7 +11,7 @@ import torch
 from ..backends.torch.emit import emit
 from ..ir import Function, InputError, Program, Weight, WeightStore, type_of
 from ..ir.plan import CachedDraft, DecodePlan, Record
-from ..ir.plan.inputs import OPTIONAL, SEEN
+from ..ir.plan.inputs import OPTIONAL, SEEN, whole_rows
 from ..ir.plan.length import LengthRecord
 from ..ir.rewrite.subgraph import tables_of
 from ..passes.drafting.draft_vocabulary import OFFSETS, narrow
@@ -205,6 +205,8 @@ class Net:
                 given[name] = torch.zeros(batch, dtype=torch.int64, device=self.device)
             elif name in ("positions", "select", SEEN):
                 given[name] = steps
+            elif name in (whole := whole_rows(batch, width)):
+                given[name] = whole[name].to(self.device)
             else:
                 raise InputError(f"{fn.name} needs the input {name!r} to be trained")
         names = tuple(str(n.target) for n in fn.inputs if str(n.target) in given)

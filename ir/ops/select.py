@@ -66,3 +66,23 @@ def cache_read(cache: Tensor, past: Tensor, select: Tensor) -> Tensor:
     """
     rows = (past[:, None] + select)[:, :, None].expand(-1, -1, cache.shape[3])
     return cache.squeeze(1).gather(1, rows)
+
+
+def _packed_samples() -> Iterator[Sample]:
+    yield (torch.randn(2, 4, 3), torch.tensor([[0, 1, 2, 4]])), {}
+    yield (torch.randn(1, 4, 3), torch.tensor([[0, 1, 2], [3, 0, 0]])), {}
+    yield (torch.arange(6).reshape(2, 3, 1), torch.tensor([[5, 0, 1]])), {}
+
+
+@op("x: any BTH, places: i64 PN -> PNH", samples=_packed_samples)
+def take_tokens(x: Tensor, places: Tensor) -> Tensor:
+    """Tokens of a batch, whichever sequence they are of.
+
+    ``%y: f32[1,N,H] = graftwork.take_tokens(%x, %packed)``
+
+    x [B,T,H]; places i64[P,N] in 0..B*T-1, counted sequence by sequence: token t of sequence b is
+    b * T + t. Packs the tokens of a ragged batch into one row, and unpacks them. Source: Ni et al.,
+    "EMS-SD: Efficient Multi-sample Speculative Decoding" (2024).
+    """
+    rows = x.reshape(-1, x.shape[2]).index_select(0, places.reshape(-1))
+    return rows.reshape(places.shape[0], places.shape[1], x.shape[2])

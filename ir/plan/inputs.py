@@ -3,7 +3,9 @@
 A function takes those of `INPUTS` that it needs, and states. The verifier holds the target's
 functions to the types, the feeder and the draft cache fill the inputs by these names, and passes
 that add one take its type from here. In a step of a batch of B sequences each is fed T tokens
-behind its `past` rows; S of them are chosen, and only their logits are wanted.
+behind its `past` rows; S of them are chosen, and only their logits are wanted. A function that
+packs (see the pass `pack_tokens`) runs the N tokens that there are, where some sequences have fewer
+than T.
 """
 
 from __future__ import annotations
@@ -44,6 +46,12 @@ INPUTS: Mapping[str, Input] = MappingProxyType(
             "i64[B]", "how many of a step's first tokens will not be taken back, for recurrences"
         ),
         "select": Input("i64[B,S]", "the columns whose logits are wanted"),
+        "packed": Input(
+            "i64[1,N]", "the columns that have a token, counted sequence by sequence (b * T + t)"
+        ),
+        "places": Input("i64[B,T]", "each column's place in `packed`, any where it has no token"),
+        "picked": Input("i64[1,M]", "those of the chosen columns that are wanted (b * S + s)"),
+        "shown": Input("i64[B,S]", "each chosen column's place in `picked`, any where not wanted"),
         "hidden": Input("", "the target's state beside each token, for functions that draft"),
         "seen": Input(
             "i64[B,T]", "rows of the target's states that each token sees, for functions that draft"
@@ -68,9 +76,18 @@ SEEN = "seen"
 TARGET = "target"
 """``target.5.key``: an input of a function that drafts, which stands for the state in which the
 target keeps the keys of its layer 5, until there are states (see `insert_kv_cache`)."""
+PACKED = "packed"
 OPTIONAL = frozenset(name for name, given in INPUTS.items() if given.optional)
 REQUIRED = ("tokens", "positions")
 """What every step takes; with states it takes ``past``, too."""
+
+
+def whole_rows(batch: int, width: int) -> dict[str, torch.Tensor]:
+    """What a function that packs is fed where each of `batch` sequences has `width` tokens, all
+    chosen."""
+    places = torch.arange(batch * width)
+    row, columns = places[None], places.reshape(batch, width)
+    return {"packed": row, "places": columns, "picked": row, "shown": columns}
 
 
 def chain_inputs(tokens: torch.Tensor, past: int = 0) -> dict[str, torch.Tensor]:
@@ -85,5 +102,6 @@ def chain_inputs(tokens: torch.Tensor, past: int = 0) -> dict[str, torch.Tensor]
         SEEN: (steps + past).expand(batch, width),
         "certain": torch.full((batch,), width),
         "select": steps.expand(batch, width),
+        **whole_rows(batch, width),
         ANCESTORS: torch.ones(width, width, dtype=torch.bool).tril().expand(batch, width, width),
     }

@@ -13,7 +13,7 @@ from functools import partial
 
 from ...ir import InputError, Program
 from ...ir.plan import SampledTree
-from ...ir.plan.inputs import ANCESTORS
+from ...ir.plan.inputs import ANCESTORS, PACKED
 from ...ir.rewrite.stored import stored_ops
 
 Predicate = Callable[[Program], str]
@@ -108,6 +108,7 @@ def _returns(program: Program, *, wanted: str) -> str:
 
 
 fact("trees")(partial(_takes, wanted=ANCESTORS))
+fact("packed")(partial(_takes, wanted=PACKED))
 fact("picked")(partial(_takes, wanted="select"))
 fact("argmax")(partial(_returns, wanted="argmax"))
 fact("top_tokens")(partial(_returns, wanted="top_tokens"))

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 
 from ...ir import LOG, InputError, Program, UnsupportedError
-from ...ir.execution.executable import Executable
+from ...ir.execution.executable import ANY, Executable
 from ...ir.plan import Pictures
 from ...ir.plan.held import Latest
-from ...ir.plan.inputs import INPUTS, OPTIONAL
+from ...ir.plan.inputs import INPUTS, OPTIONAL, PACKED
 from ...ir.plan.source import EMBEDS, STATES
 from .calls import run_in_turn
 from .draft import Draft
@@ -28,6 +28,9 @@ CHUNK = 512
 READING = 64
 """Columns of a step whose arithmetic takes about as long as reading the weights, which every step
 does once. Exactness does not matter: it only decides how a prompt is cut into steps."""
+
+SHAPES = 1024
+"""Shapes of steps whose memory is kept, at most: packed ones have many numbers of tokens."""
 
 CHOSEN = frozenset({"logits", "argmax", "top_tokens", STATES})
 """Outputs that are wanted of chosen tokens only, whether the step can choose or not."""
@@ -96,10 +99,12 @@ class Feeder:
             self.ids += program.info.context
         self.names = frozenset(n for n in INPUTS if n not in OPTIONAL and step.has_input(n))
         self.selects = "select" in self.names
+        # Widths that are compiled one by one are not, for each number of tokens in them.
+        self.packs = PACKED in self.names and executable.widths(function) == ANY
         self.widths = executable.widths(function)
         self.states, self.logged, self.latest = self._by_window(program)
         # They outlive a generation, because making them takes as long as a few steps.
-        kept: dict[tuple[tuple[str, ...], int, int], StepInputs] = executable.scratch(Feeder)
+        kept: dict[tuple[tuple[str, ...], int, int, int], StepInputs] = executable.scratch(Feeder)
         self._buffers = kept
         self.seconds = 0.0
         self.rows = 0
@@ -225,7 +230,7 @@ class Feeder:
         self.make_room(max(past) + width)
         self.log(max(map(len, rows)) - 1)
         self.fold(past, [min(len(row), 1) for row in rows])
-        buffers = self.buffers(width, tuple(parts))
+        buffers = self.buffers(width, tuple(parts), rows)
         buffers.fill(rows, past)
         trees, starts = step.trees, step.starts
         calls = buffers.chains(starts) if trees is None else buffers.trees(starts, trees)
@@ -235,7 +240,7 @@ class Feeder:
         self, parts: tuple[str, ...], step: StepFeed, fetch: tuple[str, ...]
     ) -> Outputs:
         """The same of one token of each sequence, touching as little memory as possible."""
-        memory = self.buffers(1, parts)
+        memory = self.buffers(1, parts, step.rows)
         tokens, positions, past = memory.tokens, memory.positions, memory.past
         for index, row in enumerate(step.rows):
             tokens[index] = row[0] if row else 0
@@ -271,7 +276,7 @@ class Feeder:
         rows, past, width = step.rows, step.past, step.width
         self.make_room(max(past) + width)
         self.fold(past, list(map(len, rows)))
-        buffers = self.buffers(width)
+        buffers = self.buffers(width, rows=rows)
         buffers.fill(rows, past, for_good=True)
         inputs = buffers.picked(step.starts, column, places)
         if told is not None:
@@ -297,12 +302,22 @@ class Feeder:
         self.seconds += perf_counter() - start
         return outputs
 
-    def buffers(self, width: int, parts: tuple[str, ...] = ()) -> StepInputs:
-        """What steps of a width are fed from; parts: of the step, all unless said."""
-        key = (parts or self.parts, self.batch, width)
+    def buffers(
+        self, width: int, parts: tuple[str, ...] = (), rows: Sequence[Sequence[int]] = ()
+    ) -> StepInputs:
+        """What steps of a width are fed from; parts: of the step, all unless said. rows: what will
+        be fed; (): as many tokens as there are columns."""
+        count = self.batch * width
+        if self.packs and rows:
+            count = max(1, sum(map(len, rows)))
+        key = (parts or self.parts, self.batch, width, count)
         buffers = self._buffers.get(key)
         if buffers is None:
-            buffers = self._buffers[key] = StepInputs(*key, self.names, self.ids, self.context)
+            if len(self._buffers) >= SHAPES:
+                self._buffers.clear()
+            buffers = self._buffers[key] = StepInputs(
+                *key[:3], self.names, self.ids, self.context, count
+            )
         return buffers
 
     def keep(self, past: Sequence[int], paths: Sequence[Sequence[int]]) -> None:

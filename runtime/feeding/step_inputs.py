@@ -33,7 +33,8 @@ class StepInputs:
     A step's lists are short: writing them number by number through memoryviews costs a fraction of
     what numpy, or an array, does right after a model has run through the processor's caches.
     functions: see `Calls`. ids: the model has those below. Drafts may come from tables that came
-    with a file. context: the positions that there are.
+    with a file. context: the positions that there are. count: tokens of all rows together, for
+    functions that pack them; those of a step whose rows are all full never change.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class StepInputs:
         names: frozenset[str],
         ids: int,
         context: int,
+        count: int = 0,
     ) -> None:
         self.functions, self.batch, self.width, self.ids = functions, batch, width, ids
         self.last = context - 1
@@ -52,13 +54,20 @@ class StepInputs:
         tensors["past"] = torch.zeros(batch, dtype=torch.int64)
         tensors["certain"] = torch.ones(batch, dtype=torch.int64)
         column = torch.zeros(batch, 1, dtype=torch.int64)
+        whole = torch.arange(batch * width)
+        packed, places = whole[None, : count or None].clone(), whole.reshape(batch, width).clone()
+        tensors |= {"packed": packed, "picked": packed, "places": places, "shown": places}
+        self.packs = 0 < count < len(whole)
+        self.packed, self.places = memory(packed), memory(places)
         self.tokens, self.positions = memory(tensors["tokens"]), memory(tensors["positions"])
         self.past, self.column = memory(tensors["past"]), memory(column)
         self.certain = memory(tensors["certain"]) if "certain" in names else None
         self.filler = memoryview(array("q", [0] * width))
         inputs = {name: tensor for name, tensor in tensors.items() if name in names}
         self.chain, self.tree = Calls(functions, inputs), Calls(functions, {})
-        self.one_row = {**inputs, "select": column} if "select" in names else inputs
+        texts = torch.arange(batch)
+        one = {"select": column, "picked": texts[None], "shown": texts[:, None]}
+        self.one_row = {**inputs, **{name: one[name] for name in one if name in names}}
         self.shapes: list[Topology | None] = [None] * batch
 
     def fill(
@@ -83,6 +92,22 @@ class StepInputs:
             self.past[index] = past[index]
             if self.certain is not None:
                 self.certain[index] = len(row) if for_good else min(len(row), 1)
+        if self.packs:
+            self._pack(rows)
+
+    def _pack(self, rows: Sequence[Sequence[int]]) -> None:
+        """Say which columns have a token. The place of others is the first token's."""
+        packed, places, place, begin = self.packed, self.places, 0, 0
+        packed[0] = 0  # where no row has a token
+        for row in rows:
+            size = len(row)
+            for column in range(begin, begin + size):
+                packed[place] = column
+                places[column] = place
+                place += 1
+            begin += self.width
+            if size < self.width:
+                places[begin - self.width + size : begin] = self.filler[: self.width - size]
 
     def chains(self, starts: Sequence[int]) -> Calls:
         """For rows that are chains from these positions on, after `fill`. Positions that there are

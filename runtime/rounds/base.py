@@ -312,10 +312,10 @@ def _require(program: Program, function: str) -> None:
     """Errors: `InputError` for a recipe whose step reads texts alone."""
     if function not in program.functions:
         raise InputError(
-            f"image_embeds: the recipe's step reads texts alone: it is cut, or its drafts have "
-            f"tokens of their own ({program.plan.draft.brief}), or its caches lose rows "
-            f"({program.plan.cache.brief}) of pictures that are read otherwise than tokens: take "
-            f"another recipe"
+            f"image_embeds: the recipe's step reads texts alone: it is cut, or packs tokens, or "
+            f"its drafts have tokens of their own ({program.plan.draft.brief}), or its caches lose "
+            f"rows ({program.plan.cache.brief}) of pictures that are read otherwise than tokens: "
+            f"take another recipe"
         )
 
 

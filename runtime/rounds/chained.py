@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter
 
 from ..feeding.calls import Call, CallInTurn
@@ -83,7 +84,7 @@ class ChainedRound(Round):
                 del chains[index][size:]
                 rows[index] = [last[index], *chains[index]]
             fed = [len(chains[index]) for index in live]
-            memory, call = self._call(self.widths[max(fed)])
+            memory, call = self._call(self.widths[max(fed)], rows)
             memory.fill(rows, past)
             memory.chains(starts)
             start = perf_counter()
@@ -116,10 +117,12 @@ class ChainedRound(Round):
         decoding.stats.count(steps, len(live))
         return steps
 
-    def _call(self, width: int) -> tuple[StepInputs, Call | CallInTurn]:
-        """Memory of a step of so many columns, and the call that is made on it."""
+    def _call(
+        self, width: int, rows: Sequence[Sequence[int]]
+    ) -> tuple[StepInputs, Call | CallInTurn]:
+        """Memory of a step of so many columns, and the call that is made on it. rows: fed then."""
         feeder = self.decoding.feeder
-        memory = feeder.buffers(width)
+        memory = feeder.buffers(width, rows=rows)
         return memory, memory.chain.fetching(feeder.executable, self.fetch)
 
 

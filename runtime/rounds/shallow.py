@@ -76,7 +76,7 @@ class ShallowRound(Round):
             between = decoding.clock()
             drafts = [chain[:count] for chain, count in zip(chains, counts, strict=True)]
             rows = [[] if text.done else [last[b], *drafts[b]] for b, text in enumerate(texts)]
-            memory = feeder.buffers(feeder.width(1 + max(counts), 0), self.deep)
+            memory = feeder.buffers(feeder.width(1 + max(counts), 0), self.deep, rows)
             memory.fill(rows, past)
             call = memory.chains(starts).fetching(feeder.executable, fetch)
             begun = perf_counter()
