@@ -200,6 +200,8 @@ def _turned(
     """A model of a recipe whose knob stands where the text allows; see `data.knob.turned`. Where
     there is no text to measure on, it stands as the recipe has it, and the report says so."""
     assert recipe.knob is not None
+    # What maps were learned from would speak too well of them.
+    judged = None if recipe.reads_text else text
     given = TOLERANCE if tolerance is None else tolerance
     key = None if text is not None else choice_key(model, recipe, target, given)
     kept = None if key is None else read_choice(key)
@@ -210,12 +212,12 @@ def _turned(
         made.tell(kept.cost, kept.note)
         return made
     plain = optimize(model, target=target, progress=progress)
-    if text is None and (reason := why_not(plain)):
+    if judged is None and (reason := why_not(plain)):
         made = make(replace(recipe, knob=None))
         made.tell(note=f"{recipe.knob.option} was not measured: {reason}")
         return made
     try:
-        made, choice = turned(recipe, make, plain, text, given, progress)
+        made, choice = turned(recipe, make, plain, judged, given, progress)
     except NoValueServes as refused:
         if key is not None:
             write_choice(key, str(refused))

@@ -55,7 +55,8 @@ class Cost(Frozen):
     in nats a token. ratio: perplexity over the model's, and the standard error of that. perplexity:
     of what the recipe made; None in older reports; a million stands for more in both. agreement:
     share of tokens whose likeliest is the model's. speed: tokens a second when decoding, over the
-    model's; None if that was not measured."""
+    model's; None if that was not measured. prompts: these alone run otherwise, and the speed is
+    theirs."""
 
     text: str
     tokens: int
@@ -65,6 +66,7 @@ class Cost(Frozen):
     agreement: float
     perplexity: float | None = None
     speed: float | None = None
+    prompts: bool = False
 
     def lines(self) -> list[tuple[str, str]]:
         """The figures, with names."""
@@ -75,11 +77,13 @@ class Cost(Frozen):
             ("the same likeliest token", f"{self.agreement:.1%}"),
         ]
         if self.speed is not None:
-            found.append(("decoding speed over the model's", f"{self.speed:.2f}"))
+            what = "speed of prompts" if self.prompts else "decoding speed"
+            found.append((f"{what} over the model's", f"{self.speed:.2f}"))
         return found
 
     def __str__(self) -> str:
-        speed = "" if self.speed is None else f"; decodes at {self.speed:.2f} times its speed"
+        does = "reads prompts" if self.prompts else "decodes"
+        speed = "" if self.speed is None else f"; {does} at {self.speed:.2f} times its speed"
         return (
             f"on {self.text} of {self.tokens} tokens: KL {self.divergence:.4f} nats a token, "
             f"perplexity {self.ratio:.3f} +- {self.error:.3f} of the model's, "

@@ -90,7 +90,7 @@ def test_rows_that_are_dropped_late_cost_something() -> None:
 def test_prompts_that_run_otherwise_are_read_before_what_is_measured() -> None:
     """All tokens but a prompt's run through the whole model here."""
     text = "def area(width, height):\n    return width * height\n" * 12
-    options = ["predict_cache.windows=2", "predict_cache.length=256"]
+    options = ["predict_cache.windows=2", "predict_cache.length=256", "predict_cache.layers=0.5"]
     recipe = gw.Recipe.load("kv_prediction").with_options(options)
     made = gw.optimize(DEMO, recipe, target=TARGET, data=[SAMPLE.read_text()], cost=[text])
     assert made.report is not None and made.report.cost is not None

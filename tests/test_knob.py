@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from graftwork.data.corpus import SAMPLE
 from graftwork.ir import InputError, PassError, Weight, WeightStore
 from graftwork.passes.depth.skip_layers import SkipLayers
 from graftwork.passes.engine.evidence import Evidence, WorkFolder
-from graftwork.recipe import Recipe
+from graftwork.recipe import Knob, Recipe
 from graftwork.report import Cost
 from graftwork.tracing import kept_programs
 
@@ -207,6 +208,58 @@ def test_what_saves_no_time_is_refused_with_the_figures(monkeypatch: pytest.Monk
     assert made.report is not None and made.report.cost is not None
     assert made.report.cost.speed == 1.01
     assert speedup(tried(Recipe.load(recipe).turned(1.3))[0]) == 1.3
+
+
+def test_maps_are_judged_on_a_text_that_they_were_not_learned_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And where prompts alone run otherwise, it is their speed that counts."""
+    asked: list[object] = []
+    good = Cost(
+        text="a text", tokens=9, divergence=0.1, ratio=1.2, error=0.0, agreement=0.5, prompts=True
+    )
+
+    def told(made: gw.Model, plain: gw.Model, text: object, **options: object) -> Cost:
+        asked.append(text)
+        return good
+
+    monkeypatch.setattr(knobs, "cost_of", told)
+    options = ["predict_cache.windows=2", "predict_cache.length=256"]
+    recipe = Recipe.load("kv_prediction").with_options(options)
+    recipe = replace(recipe, knob=Knob("predict_cache.layers", (0.5,)))
+    data = [SAMPLE.read_text()]
+    with pytest.raises(InputError, match=r"layers=0.5, the least .* 1.05 is tolerated"):
+        tried(recipe, data=data)
+    assert asked == [None]
+    assert "reads prompts at 1.50 times" in str(good.model_copy(update={"speed": 1.5}))
+    monkeypatch.setattr(knobs, "pace_of", lambda made, plain, rounds=3: 0.8)
+    with pytest.raises(InputError, match=r"reads prompts at 0.80 times the model's own speed"):
+        tried(recipe, data=data, tolerance=0.3)
+
+
+def test_a_pace_is_that_of_prompts_where_they_alone_run_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+
+    class Fake:
+        def __init__(self, reading: float, ahead: str) -> None:
+            info = SimpleNamespace(vocab_size=9, context=4096)
+            plan = SimpleNamespace(step=SimpleNamespace(ahead=ahead))
+            self.program = SimpleNamespace(info=info, assets={}, plan=plan)
+            self.reading, self.asked = reading, set[tuple[int, int]]()
+
+        def forget(self) -> None: ...
+
+        def generate(self, ids: list[list[int]], *, max_new_tokens: int, **rest: object) -> object:
+            self.asked.add((len(ids[0]), max_new_tokens))
+            stats = SimpleNamespace(prefill_seconds=self.reading, tokens_per_second=7.0)
+            return SimpleNamespace(stats=stats)
+
+    plain = Fake(1.0, "")
+    assert knobs.pace_of(Fake(0.5, "predict"), plain) == 2.0  # type: ignore[arg-type]
+    assert plain.asked == {(knobs.READING, 1)}
+    assert knobs.pace_of(Fake(0.5, ""), plain) == 1.0  # type: ignore[arg-type]
 
 
 @pytest.mark.long

@@ -20,7 +20,7 @@ from graftwork.ir.ops.quantized_cache import stored_rows
 from graftwork.ir.plan import Evict
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
-from graftwork.passes.caching.predict_cache import PredictCache, solved
+from graftwork.passes.caching.predict_cache import Linear, PredictCache, _first, solved
 from graftwork.passes.caching.quantize_cache import QuantizeCache
 from graftwork.passes.drafting.recycling import RecyclingDraft
 from graftwork.passes.drafting.suffix import SuffixDraft
@@ -83,6 +83,8 @@ def by_hand(program: Program, ids: list[int]) -> dict[str, torch.Tensor]:
     for name in ("kv.1.key", "kv.1.value", "kv.2.key", "kv.2.value"):
         state = name if name in program.states else f"{name}.codes"
         made = inputs @ weights[f"{state}.predictor"].T + weights[f"{state}.predictor_bias"]
+        if f"{state}.first" in weights:
+            made[0] = weights[f"{state}.first"]
         heads = made.reshape(len(ids), len(keys), -1).transpose(0, 1)
         rows[name] = turned(heads, cos, sin) if name.endswith("key") else heads
     return rows
@@ -160,6 +162,28 @@ def test_maps_are_the_least_squares_of_torch() -> None:
     assert 0.8 < found.left < 1
 
 
+def test_a_text_s_first_token_gets_what_is_nearer() -> None:
+    """Where attention rests that has nowhere to go, no map of the others' rows holds."""
+    linear = Linear(torch.eye(3), torch.zeros(3), 0.0)
+    inputs = torch.randn(6, 3, generator=torch.Generator().manual_seed(2))
+    resting = torch.tensor([9.0, -9.0, 0.0]) + 0.01 * inputs
+    torch.testing.assert_close(_first(resting, inputs, linear), resting.mean(0))
+    assert _first(inputs + 0.01, inputs, linear) is None  # the map makes these
+    assert _first(resting[:1], inputs[:1], linear) is None  # one says nothing of others
+
+
+def test_some_first_rows_are_means_here_and_others_are_made_by_maps() -> None:
+    weights = predicted().weights
+    firsts = [name for name in weights if name.endswith(".first")]
+    assert firsts and set(firsts) <= predicted().function("predict").weights
+
+
+@pytest.mark.parametrize(("layers", "count"), [(0.4, 1), (0.67, 2), (2, 2)])
+def test_layers_are_a_number_or_a_share(layers: float, count: int) -> None:
+    made = PredictCache(layers=layers, windows=2, length=96)
+    assert made._checked(plain()) == count
+
+
 def test_drafts_and_conversations_say_the_same() -> None:
     program = predicted()
     drafting = with_plan(program, draft=SuffixDraft(tokens=4))
@@ -187,6 +211,8 @@ def test_refusals() -> None:
         PREDICT.apply(evict, evidence_for(evict))
     with pytest.raises(PassError, match="run through 3 of 3 layers"):
         PredictCache(layers=3, windows=4, length=96).apply(plain(), evidence_for(plain()))
+    with pytest.raises(PassError, match=r"layers=1\.5: prompts would run through 1 of 3 layers"):
+        PredictCache(layers=1.5, windows=4, length=96).apply(plain(), evidence_for(plain()))
     with pytest.raises(PassError, match="32 inputs: set windows"):
         PredictCache(layers=1, windows=1, length=16).apply(plain(), evidence_for(plain()))
     with pytest.raises(PassError, match="alone, and no function 'predict'"):

@@ -155,4 +155,5 @@ def cost_of(
         error=error,
         agreement=alike / predicted,
         perplexity=perplexed(nats / predicted),
+        prompts=half,
     )

@@ -53,6 +53,8 @@ SHORTEST = 4 * AT_ONCE
 """Tokens of a text that may decide, at least: what it costs has a standard error by its parts."""
 PROMPT, TOKENS, ROUNDS = 64, 24, 3
 """Of the text that is written to tell the speed, and how often."""
+READING = 512
+"""Tokens of a prompt that is read to tell the speed, where prompts alone run otherwise."""
 SLOWER = 0.97
 """A speed over the model's below which a recipe is slower: less is noise."""
 
@@ -122,7 +124,7 @@ def turned(
         raise NoValueServes(
             f"recipe {recipe.name!r} makes this model slower: {knob.option}={value}, which leaves "
             f"out the most of what {cost.text} can do without ({_said(cost)} of the model's "
-            f"perplexity, {1 + tolerance:g} is tolerated), decodes at {speed:.2f} times the "
+            f"perplexity, {1 + tolerance:g} is tolerated), {_does(made)} at {speed:.2f} times the "
             f"model's own speed, and {more}. {_remedies(knob.option, least and least[1])}"
         )
     note = f"{knob.option}={value} keeps {tolerance:g}"
@@ -160,28 +162,37 @@ def check_pace(made: Decoding, plain: Decoding, *, strict: bool) -> float:
     speed = pace_of(made, plain)
     if strict and speed < SLOWER:
         raise InputError(
-            f"recipe {made.recipe['name']!r} decodes at {speed:.2f} times the model's own speed "
-            f"for {made.target}, and strict=True asks for {SLOWER} at least"
+            f"recipe {made.recipe['name']!r} {_does(made)} at {speed:.2f} times the model's own "
+            f"speed for {made.target}, and strict=True asks for {SLOWER} at least"
         )
     return speed
 
 
+def _does(made: Decoding) -> str:
+    """What a recipe makes faster, or slower."""
+    return "reads prompts" if made.program.plan.step.ahead else "decodes"
+
+
 def pace_of(made: Decoding, plain: Decoding, rounds: int = ROUNDS) -> float:
-    """Tokens a second of decoding over the model's own, in turns: the median of some rounds."""
-    prompt = [token % made.program.info.vocab_size for token in range(1, PROMPT + 1)]
+    """Tokens a second over the model's own, in turns: the median of some rounds. Of decoding, or,
+    where prompts alone run otherwise, of a prompt."""
+    reads = bool(made.program.plan.step.ahead)
+    size = min(READING, made.program.info.context - 1) if reads else PROMPT
+    prompt = [token % made.program.info.vocab_size for token in range(1, size + 1)]
     if "tokenizer.json" in made.program.assets:
         (document, *_) = read_corpus(SAMPLE, made.program)
-        prompt = list(document)[:PROMPT]
+        prompt = list(document)[:size]
     most = made.program.info.context - len(prompt)
-    asked: dict[str, Any] = {"max_new_tokens": min(TOKENS, most), "do_sample": False}
-    asked["eos_token_id"] = []
+    asked: dict[str, Any] = {"max_new_tokens": 1 if reads else min(TOKENS, most)}
+    asked |= {"do_sample": False, "eos_token_id": []}
     rates: list[float] = []
     for place in range(rounds + 1):
         pair: list[float] = []
         for model in (made, plain):
             model.forget()
             said = model.generate([prompt], return_dict_in_generate=True, pad_token_id=0, **asked)
-            pair.append(said.stats.tokens_per_second)
+            stats = said.stats
+            pair.append(1 / stats.prefill_seconds if reads else stats.tokens_per_second)
         if place:  # the first one touches memory
             rates.append(pair[0] / pair[1])
     return statistics.median(rates)

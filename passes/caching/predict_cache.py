@@ -14,7 +14,8 @@ After (layers=1)::
       ... layer 0 up to its rows, as in step ...
       %x: f32[B,T,G*2D] = aten.cat([%p0's rows, %v0's rows], 2)
       %y: f32[B,T,G*D] = aten.linear(%x, @kv.1.key.predictor, @kv.1.key.predictor_bias)
-      %k1: f32[B,G,T,D] = graftwork.rotary(%y as heads, %cos, %sin)
+      %r: f32[B,T,G*D] = aten.where(%positions == 0, @kv.1.key.first, %y)
+      %k1: f32[B,G,T,D] = graftwork.rotary(%r as heads, %cos, %sin)
       %kw1: f32[B,G,C,D] = graftwork.cache_write(%kv.1.key, %k1, %past)
       ... values in the same way; no attention of layer 1, and no logits ...
     decode {
@@ -23,8 +24,10 @@ After (layers=1)::
 A prompt goes through `predict` up to its last token, and that one, as all that follow, through the
 whole step. Keys are predicted before they are turned for their positions. The linear maps solve
 least squares on text, with a small penalty, when the program is made; the report says how much of
-what each layer's rows vary by they leave unexplained. Source: Horton et al., "KV Prediction for
-Improved Time to First Token" (2024).
+what each layer's rows vary by they leave unexplained. A text's first token is where attention goes
+that has nowhere to go: its rows are like no others, and like each other whatever it is. The maps
+learn from the rest, and where its rows' mean is nearer than what they make, it gets that. Source:
+Horton et al., "KV Prediction for Improved Time to First Token" (2024).
 
 Refuses programs whose prompts run otherwise already, with recurrences, or whose texts are written
 from a source; caches that another pass moves rows of; as many layers as there are, or more; and
@@ -49,17 +52,17 @@ from .cached_rows import CachedRows, Written, written
 from .contents import LearnedContents
 
 A, G = torch.ops.aten, torch.ops.graftwork
-PREDICT = "predict"
+PREDICT, POSITIONS = "predict", "positions"
 Size = Annotated[int, Field(ge=1, le=4096)]
 
 
 @register
 class PredictCache(LearnedContents):
-    """layers: that prompts run through, the first ones; 0: half of them. sources: of those, the
-    last ones, whose keys and values the others' are predicted from. windows, length: of
-    text (see `LearningPass`)."""
+    """layers: that prompts run through, the first ones, or below 1 the share of all that these are.
+    sources: of those, the last ones, whose keys and values the others' are predicted from. windows,
+    length: of text (see `LearningPass`)."""
 
-    layers: Annotated[int, Field(ge=0, le=4096)] = 0
+    layers: Annotated[float, Field(gt=0, le=4096)] = 0.5
     sources: Size = 1
     windows: Windows = 16
 
@@ -75,7 +78,10 @@ class PredictCache(LearnedContents):
         found = self._learned(program, first, evidence.sampled(self.sample, program))
         weights = dict[str, Weight]()
         for name, linear in found.items():
-            for part, tensor in (("predictor", linear.weight), ("predictor_bias", linear.bias)):
+            parts = {"predictor": linear.weight, "predictor_bias": linear.bias}
+            if linear.first is not None:
+                parts["first"] = linear.first
+            for part, tensor in parts.items():
                 weights[f"{name}.{part}"] = Weight.of(f"{name}.{part}", tensor.to(linear.dtype))
         fn = _predicting(program, first, self.sources, weights)
         plan = Predicted(program.step.name, fn.name).into(program.plan)
@@ -105,11 +111,11 @@ class PredictCache(LearnedContents):
         )
         layers = [program.states[write.names[0]].layer for write in written(step, program)]
         there = sorted(set(layers))
-        count = self.layers or len(there) // 2
+        count = int(self.layers if self.layers >= 1 else self.layers * len(there))
         self.refuse(
-            not 0 < count < len(there),
-            f"layers={self.layers}: prompts would run through {count} of {len(there)} layers with "
-            f"caches; expected some, and fewer than all",
+            not (0 < count < len(there) and self.layers in (count, self.layers % 1)),
+            f"layers={self.layers:g}: prompts would run through {count} of {len(there)} layers "
+            f"with caches; expected some, and fewer than all, or a share of them",
         )
         self.refuse(
             layers != sorted(layers),
@@ -126,21 +132,38 @@ class PredictCache(LearnedContents):
         wanted = [rows.names[0] for rows in _rows(caches[first:])]
         plain = {f"plain.{name}": node for name, node in nodes.items()}
         texts = list(watched(program, program.step, plain, windows))
+        # [windows,tokens,G*D]
         seen = {
-            name: torch.cat([_flat(text[f"plain.{name}"]) for text in texts]).double()
-            for name in nodes
+            n: torch.stack([_flat(text[f"plain.{n}"]).float() for text in texts]) for n in nodes
         }
-        inputs = torch.cat([seen[name] for name in near], 1)
+        apart = int(program.step.has_input(POSITIONS))
+        rest = {name: rows[:, apart:].flatten(0, 1).double() for name, rows in seen.items()}
+        inputs = torch.cat([rest[name] for name in near], 1)
         self.refuse(
             inputs.shape[1] >= inputs.shape[0],
             f"{inputs.shape[0]} tokens of text say too little of maps with {inputs.shape[1]} "
             f"inputs: set windows and length",
         )
-        maps = solved(inputs, [seen[name] for name in wanted])
+        maps = solved(inputs, [rest[name] for name in wanted])
+        begun = torch.cat([seen[name][:, 0] for name in near], 1)
         return {
-            name: found._replace(dtype=type_of(nodes[name]).dtype)
+            name: found._replace(
+                dtype=type_of(nodes[name]).dtype,
+                first=_first(seen[name][:, 0], begun, found) if apart else None,
+            )
             for name, found in zip(wanted, maps, strict=True)
         }
+
+
+def _first(rows: torch.Tensor, inputs: torch.Tensor, linear: Linear) -> torch.Tensor | None:
+    """The mean f32[G*D] of rows of first tokens f[N,G*D], unless the map makes them better."""
+    count, mean = len(rows), rows.mean(0)
+    if count == 1:
+        return None
+    by_map = rows - torch.nn.functional.linear(inputs, linear.weight, linear.bias)
+    # What is left of rows that a mean has not seen.
+    by_mean = (rows - mean).square().sum() * (count + 1) / (count - 1)
+    return mean if by_mean < by_map.square().sum() else None
 
 
 def _plain(rows: CachedRows) -> torch.fx.Node:
@@ -187,16 +210,25 @@ def _predicting(
     with fn.graph.inserting_before(min(users, key=places.__getitem__)):
         flat = [_as_row(fn, node) for node in nodes]
         inputs = fn.call(A.cat.default, flat, 2)
+        begins = [_begins(fn)] if fn.has_input(POSITIONS) else []
         for rows, user in zip(far, users, strict=True):
             name, (node, _) = rows.names[0], _place(rows)
             maps = [
                 fn.weight(weights[f"{name}.{part}"]) for part in ("predictor", "predictor_bias")
             ]
-            made = _as_heads(fn, fn.call(A.linear.default, inputs, *maps), node)
-            user.replace_input_with(node, made)
+            row = fn.call(A.linear.default, inputs, *maps)
+            if (first_row := weights.get(f"{name}.first")) is not None:
+                row = fn.call(A.where.self, begins[0], fn.weight(first_row), row)
+            user.replace_input_with(node, _as_heads(fn, row, node))
     states = [name for name in fn.outputs if name in program.states]
     kept = beyond(fn, {}, states)
     return Function(PREDICT, kept.graph, program.step.role)
+
+
+def _begins(fn: Function) -> torch.fx.Node:
+    """Whether tokens are the first of their texts, bool[B,T,1]."""
+    there = fn.call(A.eq.Scalar, fn.input(POSITIONS), 0)
+    return fn.call(A.unsqueeze.default, there, 2)
 
 
 def _as_row(fn: Function, rows: torch.fx.Node) -> torch.fx.Node:
@@ -218,13 +250,14 @@ PENALTY = 1e-6
 
 
 class Linear(NamedTuple):
-    """weight f32[G*D,inputs], bias f32[G*D], the share of the variance that they leave, and the
-    dtype in which they run."""
+    """weight f32[G*D,inputs], bias f32[G*D], the share of the variance that they leave, the dtype
+    in which they run, and the row of a text's first token, f32[G*D]; None: as of all others."""
 
     weight: torch.Tensor
     bias: torch.Tensor
     left: float
     dtype: torch.dtype = torch.float32
+    first: torch.Tensor | None = None
 
 
 def solved(inputs: torch.Tensor, wanted: Sequence[torch.Tensor]) -> list[Linear]:
