@@ -7,17 +7,21 @@ Before::
 
 After (layers=[2, 4])::
 
-    ... final norm and head on %p ... -> %last f32[B,S,V]
     %p2: f32[B,S,H] = graftwork.pick_rows(%h1, %select)
-    ... final norm and head on %p2, and so on for four layers ...
-    %early: f32[2,B,S,V] = aten.cat([%y2, %y4], 0)
+    %p4: f32[B,S,H] = graftwork.pick_rows(%h3, %select)
+    %x: f32[3,B,S,H] = aten.stack([%p, %p2, %p4])
+    ... final norm and head on %x ... -> %all f32[3,B,S,V]
+    %last: f32[B,S,V] = aten.select(%all, 0, 0)
+    %early: f32[2,B,S,V] = aten.slice(%all, 0, 1, 3)
     %y: f32[B,S,V] = graftwork.contrast_layers(%last, %early, plausible=0.1)
 
 For each row the layer counts whose distribution is the farthest from the last one's. Drafts are
-verified against these logits, so they change no text. The next token is decided by more products
-with the head: one for each layer. Approximate: the text is another one, and is meant to be; logits
-are no longer those of a language model's distribution, so divergences and perplexities of it say
-little. transformers, where it had this method, also penalized repetition by 1.2.
+verified against these logits, so they change no text. One product with the head makes the logits
+of all layers, so its weight is read once; where something between rows and logits is no matter of
+single rows, each layer has a product of its own. Approximate: the text is another one, and is meant
+to be; logits are no longer those of a language model's distribution, so divergences and
+perplexities of it say little. transformers, where it had this method, also penalized repetition by
+1.2.
 
 Applies to every function of the target that returns logits. Refuses a layer that is not there, or
 the last one, a program that chooses no tokens for its logits (`pick_logits`), and one whose head
@@ -29,7 +33,8 @@ Models" (2023, arXiv 2309.03883).
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.fx
@@ -76,17 +81,22 @@ class ContrastLayers(Pass):
         last = blocks[max(blocks)] if blocks else None
         if len(picked) != 1 or picked[0].args[0] is not last:
             return f"{fn.name}'s logits are no product of chosen rows of its last layer"
-        early = [
-            self._logits(fn, picked[0], blocks[number - 1])
-            for number in self._candidates(sorted(blocks))
-        ]
+        states = [blocks[number - 1] for number in self._candidates(sorted(blocks))]
+        site, read = site_of(logits), _behind(logits, picked[0])
         with fn.graph.inserting_before(fn.output_node):
-            rows = [fn.call(A.unsqueeze.default, one, 0, site=site_of(one)) for one in early]
-            stack = fn.call(A.cat.default, rows, 0, site=site_of(logits))
-            op, site = G.contrast_layers.default, site_of(logits)
-            made = fn.call(op, logits, stack, plausible=self.plausible, site=site)
+            if all(by_row(node) for node in read):
+                rows = [picked[0], *(_picked(fn, picked[0], state) for state in states)]
+                every = _again(fn, read, {picked[0]: _stacked(fn, rows)})
+                last = fn.call(A.select.int, every, 0, 0, site=site)
+                early = fn.call(A.slice.Tensor, every, 0, 1, len(rows), site=site)
+            else:
+                copies = [{picked[0]: _picked(fn, picked[0], state)} for state in states]
+                last = logits
+                early = _stacked(fn, [_again(fn, read, copy) for copy in copies])
+            op = G.contrast_layers.default
+            made = fn.call(op, last, early, plausible=self.plausible, site=site)
         fn.set_outputs({**fn.outputs, "logits": made})
-        return len(early)
+        return len(states)
 
     def _candidates(self, layers: list[int]) -> tuple[int, ...]:
         """Numbers of layers. Errors: `PassError` for those that are not there."""
@@ -106,15 +116,39 @@ class ContrastLayers(Pass):
             )
         return tuple(sorted(numbers))
 
-    def _logits(self, fn: Function, picked: torch.fx.Node, state: torch.fx.Node) -> torch.fx.Node:
-        """What norm and head make of the chosen rows of a layer's state."""
-        logits = fn.outputs["logits"]
-        with fn.graph.inserting_before(fn.output_node):
-            rows = fn.call(G.pick_rows.default, state, picked.args[1], site=site_of(state))
-            copies = {picked: rows}
-            for node in sorted(cone([logits], copies) - copies.keys()):
-                if node.op == "placeholder" or picked not in cone([node]):
-                    copies[node] = node
-                else:
-                    copies[node] = fn.graph.node_copy(node, lambda n: copies.get(n, n))
-        return copies[logits]
+
+def by_row(node: torch.fx.Node) -> bool:
+    """Whether each row of the result depends on that row alone, whatever axes stand before it."""
+    products = (A.linear.default, G.quantized_linear.default)
+    norms = (G.rms_norm.default, G.layer_norm.default)
+    tags = getattr(node.target, "tags", ())
+    return node.target in (*products, *norms) or torch.Tag.pointwise in tags
+
+
+def _behind(logits: torch.fx.Node, picked: torch.fx.Node) -> list[torch.fx.Node]:
+    """What makes logits of rows, in order."""
+    there = sorted(cone([logits], {picked}) - {picked})
+    return [node for node in there if picked in cone([node])]
+
+
+def _picked(fn: Function, like: torch.fx.Node, state: torch.fx.Node) -> torch.fx.Node:
+    """The chosen rows of a layer's state."""
+    return fn.call(G.pick_rows.default, state, like.args[1], site=site_of(state))
+
+
+def _stacked(fn: Function, nodes: Sequence[torch.fx.Node]) -> torch.fx.Node:
+    """Nodes [...] as one [J,...]."""
+    rows = [fn.call(A.unsqueeze.default, node, 0, site=site_of(node)) for node in nodes]
+    return fn.call(A.cat.default, rows, 0, site=site_of(nodes[0]))
+
+
+def _again(
+    fn: Function, nodes: Sequence[torch.fx.Node], copies: dict[torch.fx.Node, torch.fx.Node]
+) -> torch.fx.Node:
+    """The last of some nodes, made anew of what stands for others."""
+    for node in nodes:
+        args: Any = torch.fx.map_arg(node.args, lambda n: copies.get(n, n))
+        options: Any = torch.fx.map_arg(node.kwargs, lambda n: copies.get(n, n))
+        assert callable(node.target)
+        copies[node] = fn.call(node.target, *args, site=site_of(node), **options)
+    return copies[nodes[-1]]
