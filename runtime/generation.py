@@ -132,8 +132,10 @@ def _seeded(options: Mapping[str, Any], program: Program) -> Mapping[str, Any]:
     return options if parts == 1 or chosen else {**options, "seed": agreed_seed()}
 
 
-def _without(record: Record) -> str:
+def _without(record: Record, plan: DecodePlan) -> str:
     """What a record does while it is untrained."""
+    if plan.untaught and record.slot != "depth":
+        return "nothing is drafted until they do"
     if isinstance(record, DepthRecord):
         return "until they do, all tokens run through all layers"
     return "using them costs more than it brings"
@@ -163,7 +165,7 @@ def _remark(plan: DecodePlan, request: Request) -> None:
     for record in untrained((*asked, plan.depth)):
         warnings.warn(
             f"{record.slot}={record.kind} is untrained: its weights know nothing, and "
-            f"{_without(record)}; train them (graftwork train, or graftwork.fit) and set the "
+            f"{_without(record, plan)}; train them (graftwork train, or graftwork.fit) and set the "
             f"pass's option weights",
             GraftworkWarning,
             stacklevel=2,

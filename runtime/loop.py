@@ -27,7 +27,7 @@ def decode(executable: Executable, request: Request) -> Stats:
     if fault := unmet(executable.program):
         lacks = f"; the program lacks a pass that provides {fact!r}" if (fact := fault[1]) else ""
         raise UnsupportedError(f"{fault[0]}{lacks}")
-    prepared = executable.preparing
+    prepared, executable = executable.preparing, settled(executable)
     if request.embeds and not rows_read(executable.program):
         executable = _undrafted(executable)
     decoding = Decoding(executable, request)
@@ -56,6 +56,19 @@ def decode(executable: Executable, request: Request) -> Stats:
     return stats
 
 
+def settled(executable: Executable) -> Executable:
+    """What decodes: the target alone where the plan's drafts are `untaught`, which neither asks nor
+    tells a drafter anything."""
+    return alone(executable) if executable.program.plan.untaught else executable
+
+
+def alone(executable: Executable) -> Executable:
+    """The target without drafts, and without what steps do for them."""
+    plan = executable.program.plan
+    step = Whole(function=plan.step.plain) if isinstance(plan.step, Fused) else plan.step
+    return Planned(executable, replace(plan.undrafted(), step=step))
+
+
 def _undrafted(executable: Executable) -> Executable:
     """What decodes prompts of rows without drafts that are made of prompts' tokens. Errors:
     `InputError` for a recipe whose drafts decide on the text."""
@@ -73,8 +86,7 @@ def _undrafted(executable: Executable) -> Executable:
             GraftworkWarning,
             stacklevel=5,
         )
-    step = Whole(function=plan.step.plain) if isinstance(plan.step, Fused) else plan.step
-    return Planned(executable, replace(plan.undrafted(), step=step))
+    return alone(executable)
 
 
 def _decoded(executable: Executable, request: Request) -> Stats:

@@ -58,6 +58,7 @@ def steps_of(name: str, folder: Path) -> Sequence[Step]:
     corpus.write_text("[[1, 2, 3]]")
     brought = {"draft_model.model": "other", "draft_corpus.path": str(corpus)}
     brought |= {"depth_entropy.model": "other", "contrast_model.model": "other"}
+    brought |= {"draft_fastcot.answer": "[1]"}
     few = {"budget": "64", "block": "32", "ahead": "64"}  # of a context of 128
     few |= {"sinks": "32"} if name == "moa" else {}
     brought |= {f"evict_cache.{name}": rows for name, rows in few.items()}

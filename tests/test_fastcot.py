@@ -90,13 +90,16 @@ def test_the_recipe_is_approximate_and_has_both_parts() -> None:
 
 
 def test_what_cannot_be_is_refused_by_name() -> None:
-    drafter = named("draft_fastcot")
+    drafter = named("draft_fastcot", answer=ANSWER)
     with pytest.raises(PassError, match=r"has a verifier already: glimpse\(steps=32\)"):
         drafting_llama(drafter, named("verify_typical"))
     with pytest.raises(PassError, match=r"would keep what others draft, too; got draft=first"):
         drafting_llama(named("draft_suffix"), drafter)
     with pytest.raises(PassError, match=r"keeps tokens for being drafted, and length=goodput"):
         drafting_llama(drafter, named("length_goodput"))
+    with pytest.raises(PassError, match=r"answer is empty.* take jacobi or copyspec"):
+        made(answer=())
+    assert Recipe.load("fastcot").brought == ("tokens that ask for the answer",)
     executable = compile(made(answer=(99,)), Target("eager", "cpu"))
     with pytest.raises(InputError, match=r"answer has the token 99, outside the vocabulary of 32"):
         decode(executable, PROMPTS[:1], 4)

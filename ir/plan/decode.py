@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from .base import untrained
 from .cache import CacheRecord, KeepAll
 from .depth import DepthRecord, FullDepth
 from .draft import DraftRecord, NoDraft
@@ -32,6 +33,13 @@ class DecodePlan:
     def speculates(self) -> bool:
         """Whether anything drafts."""
         return self.draft != NoDraft()
+
+    @property
+    def untaught(self) -> bool:
+        """Whether nothing is drafted as it stands: no drafter knows anything, and the length gives
+        up drafts that do not pay. Whoever trains one changes that."""
+        knows = not all(untrained([leaf]) for leaf in self.draft.leaves)
+        return self.speculates and self.length.gives_up and not knows
 
     @property
     def coupled(self) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import Field
 
 from ..support.errors import InputError
 from .base import Record, Returned, policy, record
-from .bounds import Factor, Filled, Inside, Levels, Part, Seed, Share
+from .bounds import MOST_NODES, Factor, Filled, Inside, Levels, Part, Seed, Share
 from .contract import Contract
 from .draft import CachedDraft
 
@@ -189,10 +191,25 @@ class GoodputLength(LengthRecord):
             yield (
                 f"verify={plan.verify.brief} keeps tokens for being drafted, and length="
                 f"{self.brief} drafts as measured time says: the text would depend on the clock. "
-                f"Leave length_goodput out and choose a size (such as tree_static.nodes); "
-                f"optimize(strict=True) refuses one that is slower than the model"
+                f"Take length_earned, which counts tokens; optimize(strict=True) refuses what is "
+                f"slower than the model"
             )
         yield from self.of.misfits(plan)
+
+
+@policy
+class EarnedLength(LengthRecord):
+    """Whole drafts while they yield what they cost, or none, as each text's own tokens say.
+
+    A step with a draft is to yield `worth` tokens in the mean: what it costs over one without. A
+    text whose drafts keep to less goes on without, and tries one ever more rarely. Time has no part
+    in it, so the text is the same on every machine, and it goes with verifiers that keep tokens for
+    being drafted, where `goodput` cannot.
+    """
+
+    worth: Annotated[float, Field(ge=1, le=MOST_NODES)] = 1.5
+    kind: ClassVar[str] = "earned"
+    gives_up: ClassVar[bool] = True
 
 
 @policy

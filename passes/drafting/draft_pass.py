@@ -55,7 +55,8 @@ class TrainedPass(RecordPass):
             return outcome
         remark = (
             "its weights are untrained and know nothing: train them (graftwork train, or "
-            f"graftwork.fit), then set {self.name}.weights"
+            f"graftwork.fit), then set {self.name}.weights; until then recipes whose length gives "
+            f"drafts up draft nothing"
         )
         return replace(outcome, remarks=(*outcome.remarks, remark))
 

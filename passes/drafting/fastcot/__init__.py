@@ -60,6 +60,7 @@ class FastCotDraft(JacobiDraft):
     answer: Answer = ()
     kind: ClassVar[str] = "fastcot"
     contract: ClassVar[Contract] = Contract.APPROXIMATE
+    brings: ClassVar[str] = "tokens that ask for the answer"
 
     @property
     def most(self) -> int:
@@ -67,7 +68,15 @@ class FastCotDraft(JacobiDraft):
 
     def into(self, plan: DecodePlan) -> DecodePlan:
         """The plan with the drafter, and with the verifier that lets its guesses stand. Errors: as
-        `Record.into`, of either."""
+        `Record.into`, of either; `InputError` if nothing asks for the answer."""
+        if not self.answer:
+            raise InputError(
+                "draft_fastcot.answer is empty: what this method saves is the text between its "
+                "guesses and the answer, and without tokens that ask for one it has a block of "
+                "guesses to verify in every step and nothing to gain. Set answer to the ids of "
+                "words that do, such as tokenizer.encode(' So the answer is').ids; to write a "
+                "whole text faster, take jacobi or copyspec"
+            )
         return Glimpse(self.steps).into(super().into(plan))
 
     def misfits(self, plan: DecodePlan) -> Iterator[str]:
