@@ -59,13 +59,19 @@ def decode(executable: Executable, request: Request) -> Stats:
 def settled(executable: Executable) -> Executable:
     """What decodes: the target alone where the plan's drafts are `untaught`, which neither asks nor
     tells a drafter anything."""
-    return alone(executable) if executable.program.plan.untaught else executable
-
-
-def alone(executable: Executable) -> Executable:
-    """The target without drafts, and without what steps do for them."""
     plan = executable.program.plan
-    step = Whole(function=plan.step.plain) if isinstance(plan.step, Fused) else plan.step
+    if not plan.untaught:
+        return executable
+    # Parts of a step are for drafts that leave between them, or for tokens that do.
+    whole = plan.step.in_parts and not plan.depth.stops
+    return alone(executable, whole=whole)
+
+
+def alone(executable: Executable, *, whole: bool = False) -> Executable:
+    """The target without drafts, and without what steps do for them. whole: not in parts."""
+    plan = executable.program.plan
+    whole = whole or isinstance(plan.step, Fused)
+    step = Whole(function=plan.step.plain) if whole else plan.step
     return Planned(executable, replace(plan.undrafted(), step=step))
 
 

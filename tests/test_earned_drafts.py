@@ -26,9 +26,12 @@ from graftwork.ir.plan import (
     HeadsDraft,
     NoDraft,
 )
+from graftwork.passes.depth.cut_depth import CutDepth
+from graftwork.passes.drafting.adapter.graph import DraftAdapter
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.drafting.suffix import SuffixDraft
+from graftwork.passes.engine.base import Pass
 from graftwork.recipe import Recipe
 from graftwork.runtime import generate
 from graftwork.runtime.feeding.draft import NO_DRAFT, Draft
@@ -57,12 +60,19 @@ def test_plans_whose_drafts_nobody_taught() -> None:
     assert not DecodePlan(draft=NoDraft(), length=length).untaught
 
 
-@pytest.mark.parametrize("drafter", [HEADS, DraftEagle(levels=3)], ids=["heads", "layer"])
+DRAFTERS: dict[str, tuple[Pass, ...]] = {
+    "heads": (HEADS,),
+    "layer": (DraftEagle(levels=3),),
+    "adapter": (DraftAdapter(exit=1), CutDepth(exits=(1,))),
+}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("length", ["length_goodput", "length_earned"])
 def test_the_untrained_are_not_asked(
-    drafter: Any, length: str, monkeypatch: pytest.MonkeyPatch
+    drafter: str, length: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = drafting_llama(drafter, named(length))
+    program = drafting_llama(*DRAFTERS[drafter], named(length))
     fast, plain = (compile(p, Target("eager")) for p in (program, drafting_llama()))
     called: list[str] = []
     for name in ("run", "hold"):
@@ -76,7 +86,7 @@ def test_the_untrained_are_not_asked(
     with pytest.warns(GraftworkWarning, match="nothing is drafted until they do"):
         found = generate(fast, PROMPTS, attention_mask=MASK, return_dict_in_generate=True, **ASKED)
     assert torch.equal(found.sequences, generate(plain, PROMPTS, attention_mask=MASK, **ASKED))
-    assert found.stats.draft_tokens == 0 and set(called) <= {program.step.name}
+    assert found.stats.draft_tokens == 0 and set(called) <= {program.plan.step.plain}
     told = compile(taught(program), Target("eager"))
     asked = generate(told, PROMPTS, attention_mask=MASK, return_dict_in_generate=True, **ASKED)
     if length == "length_earned":  # which tries at once; how soon goodput does, time decides
