@@ -77,17 +77,19 @@ def seeded() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def steady(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts are whole, whatever steps take and whoever makes them: how many are accepted does not
-    depend on the machine, and heads that nobody trained show what heads do. Tests marked `measured`
-    are about policies that look at the time, or at that."""
-    if request.node.get_closest_marker("measured") is None:
+    """Drafts are whole, whatever steps take: how many are accepted does not depend on the machine.
+    Tests marked `measured` are about policies that look at the time. Heads that nobody trained
+    draft, to show what heads do, but in tests marked `untrained`, which are about that."""
+    if request.node.get_closest_marker("untrained") is None:
         from graftwork.ir.plan import DecodePlan
+
+        monkeypatch.setattr(DecodePlan, "untaught", False)
+    if request.node.get_closest_marker("measured") is None:
         from graftwork.runtime.speculate.lengths.goodput import GoodputPolicy
         from graftwork.runtime.speculate.ready_chains import MeasuredChains, ReadyChains
 
         monkeypatch.setattr(GoodputPolicy, "_size", lambda policy: policy.most)
         monkeypatch.setattr(MeasuredChains, "size", ReadyChains.size)
-        monkeypatch.setattr(DecodePlan, "untaught", False)
 
 
 PROCESSORS = ["native", *(["x86-64", "haswell"] if platform.machine() == "x86_64" else [])]

@@ -37,7 +37,7 @@ from graftwork.runtime import generate
 from graftwork.runtime.feeding.draft import NO_DRAFT, Draft
 from graftwork.runtime.speculate.lengths.earned import FIRST, EarnedPolicy
 
-pytestmark = pytest.mark.measured
+pytestmark = [pytest.mark.measured, pytest.mark.untrained]
 ASKED: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": []}
 HEADS = DraftMedusa(heads=3, candidates=4)
 
