@@ -1,9 +1,10 @@
 """How many threads each function's session runs with, and which of them stop when a run ends.
 
 The threads of a session spin for a while after its work. Threads of another session would have to
-take the cores from them, so what is drafted between two steps runs on one, unless that has so much
-to read that all cores pay: then the threads of the step and of the draft stop as soon as each run
-ends, which costs them some microseconds to wake.
+take the cores from them: a step between steps of another kind took three times as long. So where
+several functions of a program have threads, these stop as soon as a run ends, and take some
+microseconds to wake; and what is drafted between two steps runs on one, unless it has so much to
+read that all cores pay.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LOOK_UPS = (A.embedding.default, G.quantized_embedding.default)
 @dataclass(frozen=True)
 class Threads:
     """Of the sessions of a program. counts: threads, by function. in_turn: functions whose threads
-    stop with each run."""
+    stop with each run, as another's are next."""
 
     counts: Mapping[str, int]
     in_turn: frozenset[str]
@@ -45,9 +46,9 @@ class Threads:
             for name, fn in functions.items()
             if fn.role is Role.DRAFT and bytes_read(program, fn) >= LARGE
         }
-        counts = {name: threads_of(target) if name in models | drafts else 1 for name in functions}
-        turns = models | drafts if drafts else set(program.plan.step.parts)
-        return cls(counts, frozenset(turns))
+        many = models | drafts
+        counts = {name: threads_of(target) if name in many else 1 for name in functions}
+        return cls(counts, frozenset(many if len(many) > 1 else ()))
 
 
 def bytes_read(program: Program, fn: Function) -> int:

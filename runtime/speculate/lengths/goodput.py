@@ -236,7 +236,6 @@ class GoodputPolicy(LengthPolicy):
         known = self.known
         known.lost += seconds
         before = known.timings.preparing
-        # What is opened or compiled at the first time is part of it.
         known.timings.preparing = seconds if before is None else min(before, seconds)
 
     def observe(self, taken: VerifiedStep, drafting: float, step: float) -> None:
