@@ -37,7 +37,7 @@ class Executable:
 
     def __init__(self, most, tree=None, widths=None):
         plan = DecodePlan(draft=FakeDraft(most), tree=tree or Chain())
-        step = SimpleNamespace(name="step")
+        step = SimpleNamespace(name="step", has_input=lambda name: False)
         self.program, self._widths = SimpleNamespace(plan=plan, step=step), widths
         self.kept = {}
 

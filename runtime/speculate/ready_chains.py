@@ -58,19 +58,28 @@ class Likelihood:
     """
 
     def __init__(self, most: int) -> None:
-        # One imagined chain, whose later tokens were accepted ever more rarely.
-        self.seen = [1.0] * most
-        self.hits = [1 / (place + 2) for place in range(most)]
+        self.seen, self.imagined, self.hits = [1.0] * most, [1.0] * most, [0.0] * most
         self.tried, self.patience = 0, FIRST
         self._expect()
 
     def _expect(self) -> None:
-        shares = (hit / seen for hit, seen in zip(self.hits, self.seen, strict=True))
+        """Of the imagined chain later tokens were accepted ever more rarely, but after those before
+        them no more rarely than the first token of chains is."""
+        counts = [*zip(self.hits, self.imagined, self.seen, strict=True)]
+        first = (
+            sum(hit + weight / 2 for hit, weight, _ in counts[:1]) / self.seen[0] if counts else 0
+        )
+        shares, whole = [], 1.0
+        for place, (hit, weight, seen) in enumerate(counts):
+            whole *= first
+            often = max(1 / (place + 2), whole if place else 0.0)
+            shares.append((hit + weight * often) / seen)
         self.gain = [0.0, *accumulate(shares)]
 
     def learn(self, fed: int, accepted: int) -> None:
         for place in range(fed):
             self.seen[place] = FORGET * self.seen[place] + 1
+            self.imagined[place] *= FORGET
             self.hits[place] = FORGET * self.hits[place] + (place < accepted)
         self._expect()
 
@@ -100,13 +109,20 @@ class MeasuredChains(ReadyChains):
     As `GoodputPolicy`, for chains that take no time to make, so that each step decides anew by what
     speaks for the chains at hand: after a long match more is worth verifying than after a short
     one. costs: seconds of a step by width. widths: columns of a step by tokens that are verified.
-    loss: share of plain decoding's time that finding out may cost.
+    loss: share of plain decoding's time that finding out may cost. packed: whether a step costs
+    what its texts' tokens do in the mean, and not what the longest of its chains does.
     """
 
     def __init__(
-        self, loss: float, costs: Costs, widths: Sequence[int], known: ChainKnowledge
+        self,
+        loss: float,
+        costs: Costs,
+        widths: Sequence[int],
+        known: ChainKnowledge,
+        *,
+        packed: bool = False,
     ) -> None:
-        self.half, self.costs, self.known = loss / 2, costs, known
+        self.half, self.costs, self.known, self.packed = loss / 2, costs, known, packed
         self.widths = list(widths)
         last = len(self.widths) - 1
         # Of sizes that cost the same the largest is meant.
@@ -124,7 +140,7 @@ class MeasuredChains(ReadyChains):
         best, most, largest = 0, live / plain, 0
         for size in self.sizes:
             size = min(size, longest)
-            width = self.widths[size]
+            width = self._width([min(size, own) for own, _ in chains])
             if width > reach and largest:
                 break
             largest = size
@@ -139,6 +155,10 @@ class MeasuredChains(ReadyChains):
             return best if account >= 0 else 0
         return self._tried(largest, chains, account, plain)
 
+    def _width(self, fed: Sequence[int]) -> int:
+        """Columns that a step with so many tokens of each chain costs."""
+        return self.widths[round(sum(fed) / len(fed)) if self.packed else max(fed)]
+
     def _tried(
         self, size: int, chains: list[tuple[int, Likelihood]], account: float, plain: float
     ) -> int:
@@ -149,7 +169,8 @@ class MeasuredChains(ReadyChains):
             for own, likely in chains
             if own and known.steps - likely.tried >= likely.patience
         ]
-        if not due or self.costs.one(self.widths[size]) - plain > account:
+        width = self._width([min(size, own) for own, _ in chains])
+        if not due or self.costs.one(width) - plain > account:
             return 0
         for likely in due:
             likely.tried, likely.patience = known.steps, min(2 * likely.patience, LAST)
@@ -159,7 +180,7 @@ class MeasuredChains(ReadyChains):
         self, fed: Sequence[int], evidence: Sequence[int], accepted: Sequence[int], seconds: float
     ) -> None:
         known, live, longest = self.known, len(fed), max(fed)
-        spent = self.costs.add(self.widths[longest], seconds)
+        spent = self.costs.add(self._width(fed), seconds)
         known.steps += 1
         mean = 1 + sum(accepted) / live
         known.tokens += mean

@@ -9,6 +9,7 @@ import numpy as np
 
 from ....ir.execution.executable import Executable
 from ....ir.plan import GoodputLength
+from ....ir.plan.inputs import PACKED
 from ...feeding.draft import VerifiedStep
 from ...memo import learnt
 from ..costs import Costs
@@ -136,6 +137,7 @@ class GoodputPolicy(LengthPolicy):
         self.of = LENGTHS.find(record.of)(record.of, executable, batch)
         self.wants = self.of.wants
         self.asked = [0] * batch
+        self.packed = executable.program.step.has_input(PACKED)
         self.drafted = -self.most - 1  # before a text's first draft its prompt is made up for
         self.in_step = any(leaf.in_step for leaf in executable.program.plan.draft.leaves)
         self.plain_every = PLAIN_RARELY if self.in_step else PLAIN_EVERY
@@ -146,7 +148,8 @@ class GoodputPolicy(LengthPolicy):
     def chains(self) -> MeasuredChains:
         kept: dict[object, ChainKnowledge] = learnt(self.executable, ChainKnowledge)
         known = kept.setdefault(self.key, ChainKnowledge(self.most))
-        return MeasuredChains(self.record.loss, self.known.costs, self.widths.tolist(), known)
+        widths, packed = self.widths.tolist(), self.packed
+        return MeasuredChains(self.record.loss, self.known.costs, widths, known, packed=packed)
 
     def limits(self, rooms: Sequence[int]) -> list[int]:
         size = self._size() if self.most else 0
@@ -245,7 +248,10 @@ class GoodputPolicy(LengthPolicy):
         size = min(max(len(draft.tokens) for draft in taken.drafts), self.most)
         costs, mean = self.known.costs, sum(gained) / len(gained)
         # A draft that was asked for and not found is lost time, but no part of a plain step.
-        spent, known = costs.add(int(self.widths[size]), step), self.known
+        fed = size
+        if self.packed:  # a step costs what its texts' tokens do in the mean
+            fed = min(round(sum(len(d.tokens) for d in taken.drafts) / len(gained)), self.most)
+        spent, known = costs.add(int(self.widths[fed]), step), self.known
         if size:
             known.making.add(size, drafting, trusted=True)
         known.lost += spent + drafting
