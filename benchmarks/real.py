@@ -4,7 +4,7 @@
         --prompts PROMPTS.jsonl [--calibration FILE] [--corpus FILE.json] [--draft MODEL]
         [--recipes A,B,...]
         [--set RECIPE.PASS.OPTION=VALUE ...] [--target onnxruntime:cpu:float32] [--count 8]
-        [--tokens 64] [--threads 2]
+        [--tokens 64] [--opened 2] [--threads 2]
         --json F [--svg F] [--markdown F]
 
 MODEL: a checkpoint folder or a .gguf file. Every recipe of every model is a cell, beside the plain
@@ -18,7 +18,7 @@ such a row stands beside the recipe's own, and is not drawn. A cell:
                 first other one (greedy, `tokens` new tokens of `count` prompts)
     accepted    tokens a step
     speed       tokens a second over the plain model's, in turns, median of the prompts; both are
-                opened anew for every second prompt, for where weights lie in memory is luck
+                opened anew for every second prompt (`opened`), for where weights lie is luck
     prompt      seconds until the first token, the plain model's over the recipe's, likewise
     NAME        of each text: KL(plain || recipe) in nats a token, perplexity over the plain model's
                 with its standard error, and the share of the likeliest tokens that are the same, on
@@ -70,8 +70,8 @@ ASKED = ("a corpus file", "a draft model", "a smaller model", "several processes
 LIMIT = 1800
 """Seconds of a cell."""
 OPENED = 2
-"""Prompts after which both models are opened anew: a float32 model of 135M parameters is up to a
-quarter faster or slower by the pages that its copy of the weights got."""
+"""Prompts after which both models are opened anew, unless told: a float32 model of 135M parameters
+is up to a quarter faster or slower by the pages that its copy of the weights got."""
 LEAST, MOST = 1e-4, 10.0
 """Nats a token where the picture ends; what is beyond is drawn there."""
 
@@ -168,7 +168,7 @@ def cell(plain: Plain, recipe: Recipe) -> dict[str, Any]:
     both: tuple[gw.Model, ...] = ()
     texts, steps, decode, prefill = [], [], [], []
     for index, prompt in enumerate(plain.prompts):
-        if index % OPENED == 0:
+        if index % args.opened == 0:
             both = ()  # their memory is free for the next
             both = (replace(plain.model), replace(made))
             for model in both:  # pages are touched, and the steps of drafts compiled
@@ -181,7 +181,7 @@ def cell(plain: Plain, recipe: Recipe) -> dict[str, Any]:
         prefill.append(one.prefill_seconds / other.prefill_seconds)
     kept = OwnText.of(texts)
     row |= {"texts": kept.texts, "same": kept.equal, "kept": kept.share}
-    row |= {"accepted": statistics.mean(steps), "opened": OPENED}
+    row |= {"accepted": statistics.mean(steps), "opened": args.opened}
     row |= {"speed": statistics.median(decode), "prompt": statistics.median(prefill)}
     if changes(recipe.contract):
         rows = any(Effect.CACHE_CONTENTS in step.pass_.effects for step in recipe.steps)
@@ -214,6 +214,12 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
+def told_of(cost: dict[str, Any]) -> str:
+    """What a text costs, as in the tables."""
+    divergence, ratio = max(cost["divergence"], 0.0), f"{cost['ratio']:.3f} ± {cost['error']:.3f}"
+    return f"{divergence:.4f}, {ratio}, {cost['agreement']:.1%}"
+
+
 def markdown(rows: list[dict[str, Any]], labels: list[str]) -> str:
     """A table a family, of each recipe the models in turn. Recipes that need what nobody gave are
     named below it."""
@@ -229,12 +235,7 @@ def markdown(rows: list[dict[str, Any]], labels: list[str]) -> str:
         lines = [f"## {TITLES[kind]}", "", f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
         for row in shown:
             costs = [row.get(label) for label in labels]
-            told = [
-                f"{c['divergence']:.4f}, {c['ratio']:.3f} ± {c['error']:.3f}, {c['agreement']:.1%}"
-                if c
-                else ""
-                for c in costs
-            ]
+            told = [told_of(cost) if cost else "" for cost in costs]
             held = [f"{row['caches']:.2f}" if "caches" in row else ""] * caches
             cells = [
                 f"`{row['recipe']}`"
@@ -379,6 +380,7 @@ def main() -> None:
     parser.add_argument("--target", default="onnxruntime:cpu:float32")
     parser.add_argument("--count", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--opened", type=int, default=OPENED, metavar="PROMPTS")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--svg", type=Path)

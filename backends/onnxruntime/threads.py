@@ -2,9 +2,9 @@
 
 The threads of a session spin for a while after its work. Threads of another session would have to
 take the cores from them: a step between steps of another kind took three times as long. So where
-several functions of a program have threads, these stop as soon as a run ends, and take some
-microseconds to wake; and what is drafted between two steps runs on one, unless it has so much to
-read that all cores pay.
+a program's decoding runs several functions that have threads, these stop as soon as a run ends, and
+take some microseconds to wake; and what is drafted between two steps runs on one, unless it has so
+much to read that all cores pay.
 """
 
 from __future__ import annotations
@@ -48,7 +48,16 @@ class Threads:
         }
         many = models | drafts
         counts = {name: threads_of(target) if name in many else 1 for name in functions}
-        return cls(counts, frozenset(many if len(many) > 1 else ()))
+        turns = many & _decoding(program)
+        return cls(counts, frozenset(turns if len(turns) > 1 else ()))
+
+
+def _decoding(program: Program) -> set[str]:
+    """Functions that steps may run, one after the other."""
+    plan = program.plan
+    records = [*plan.draft.every, plan.depth]
+    called = {name for record in records for name, _ in record.calls(plan)}
+    return called | {*plan.step.variants, *plan.step.parts}
 
 
 def bytes_read(program: Program, fn: Function) -> int:
