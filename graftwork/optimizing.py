@@ -26,6 +26,7 @@ from .data.corpus import read_corpus
 from .data.cost import cost_of, why_not
 from .data.knob import TOLERANCE, NoValueServes, check_pace, check_tolerance, turned
 from .data.prompts import Prompts, check_seed, sample_prompts, validation_batch
+from .draft_option import with_draft
 from .frontends.generation import Known, nobody
 from .hub.download import local
 from .ir import GraftworkWarning, InputError, Program
@@ -102,6 +103,7 @@ def optimize(
     *,
     target: Target | str | None = None,
     data: Prompts | None = None,
+    draft: str | Path | None = None,
     validate: bool = False,
     seed: int = 0,
     work: str | Path | None = None,
@@ -120,7 +122,9 @@ def optimize(
     tag or commit of it. recipe: a name (`recipes()` lists them), a .yaml path, a dict or a
     `Recipe`. target: ``backend[:device[:dtype]]``; default: torch:cuda:bfloat16 with a GPU, else
     onnxruntime:cpu:float32. data: prompts for validation (texts, lists of token ids, or a .txt or
-    .jsonl path), or calibration text (also a folder, see `data.corpus.read_corpus`). validate: run
+    .jsonl path), or calibration text (also a folder, see `data.corpus.read_corpus`). draft: a
+    smaller model of the same tokenizer, a folder or .gguf file, for recipes that take one; it
+    drafts for a recipe that does not draft itself, see `draft_option.with_draft`. validate: run
     the program before and after every pass on prompts and check its contract. seed: of random
     prompts, if there is no data. work: folder of intermediate results of calibration, from which a
     killed run continues; delete it afterwards. cost: of an approximate recipe, report how far its
@@ -138,6 +142,7 @@ def optimize(
     where = as_target(target)
     if recipe == AUTO:
         given = {"validate": validate, "work": work is not None, "strict": strict, "cost": cost}
+        given["draft"] = draft is not None
         asked = ", ".join(name for name, value in given.items() if value is not False)
         if asked:
             raise InputError(
@@ -153,6 +158,8 @@ def optimize(
     if minutes is not None:
         raise InputError(f"minutes is given, and only the recipe {AUTO!r} takes it: leave it out")
     chosen = Recipe.load(recipe)
+    if draft is not None:
+        chosen = with_draft(chosen, draft)
     check_data(chosen, data, validate)
     check_seed(seed)
     check_paths(chosen)

@@ -312,3 +312,18 @@ def test_export_in_another_dtype(
 
 def heads_of(folder: Path) -> tuple[object, ...]:
     return "--format", "vllm-medusa", "--dtype", "int8", "--out", folder / "no"
+
+
+def test_a_draft_model_by_one_option(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "drafted"
+    asked = ["--draft", checkpoint, "--target", "eager", "--no-cost", "--out", folder]
+    code, _, error = run(capsys, "optimize", checkpoint, "--recipe", "int8", *asked)
+    assert code == 0, error
+    plan = load(folder).program.plan
+    assert plan.draft.kind == "cached" and plan.length.kind == "goodput"
+    code, _, error = run(
+        capsys, "generate", checkpoint, "--prompt", "def", "--draft", tmp_path / "no.gguf"
+    )
+    assert code == 2 and "draft_model: there is no" in error_message(error)

@@ -41,8 +41,8 @@ FRONT = (
         "optimizing",
         "choosing",
     ),
-    *("model", "chat", "exporting", "data", "tracing", "recipe_schema", "recipe", "artifact"),
-    *("hub", "report", "drawing", "_version"),
+    *("model", "chat", "exporting", "data", "tracing", "draft_option", "recipe_schema", "recipe"),
+    *("artifact", "hub", "report", "drawing", "_version"),
 )
 """Files and folders of graftwork/, each above all that it imports."""
 

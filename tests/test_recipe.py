@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 import graftwork as gw
+from graftwork.draft_option import with_draft
 from graftwork.ir import InputError
 from graftwork.ir.support.yamlfile import parse
 from graftwork.passes import Contract, Pass, all_passes
@@ -214,3 +215,20 @@ def test_what_the_user_must_bring_follows_from_the_passes(
     name: str, brought: tuple[str, ...]
 ) -> None:
     assert Recipe.load(name).brought == brought
+
+
+def test_a_draft_model_goes_where_one_is_taken_and_drafts_for_what_does_not_draft() -> None:
+    given = with_draft(Recipe.load("sequoia"), "small: 1.gguf")
+    assert [use.options for use in given.passes if use.name == "draft_model"] == [
+        {**use.options, "model": "small: 1.gguf"}
+        for use in Recipe.load("sequoia").passes
+        if use.name == "draft_model"
+    ]
+    added = with_draft(Recipe.load("int8"), Path("small"))
+    assert [use.name for use in added.passes[-2:]] == ["draft_model", "length_goodput"]
+    assert added.contract == "approximate" and added.passes[-2].options == {"model": "small"}
+    weak = with_draft(Recipe.load("contrastive_decoding"), "small")
+    assert [use.options["model"] for use in weak.passes if "model" in use.options] == ["small"]
+    for drafts in (added, Recipe.load("medusa")):
+        with pytest.raises(InputError, match=r"draft=other: the recipe .* has the pass draft_m"):
+            with_draft(drafts, "other")

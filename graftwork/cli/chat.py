@@ -19,6 +19,7 @@ from .console import err, progress
 from .options import (
     AnyModel,
     DataOption,
+    DraftOption,
     MaybeRecipe,
     SetOption,
     StopOption,
@@ -57,6 +58,7 @@ def chat(
     model: AnyModel,
     recipe: MaybeRecipe = None,
     set_: SetOption = [],  # noqa: B006  (typer copies it)
+    draft: DraftOption = [],  # noqa: B006
     system: SystemOption = None,
     max_new_tokens: Annotated[
         int | None,
@@ -95,7 +97,7 @@ def chat(
         options = {name: value for name, value in asked.items() if value is not None}
         options |= decoding(temperature)
         check_keywords(options)
-        stops = [check_stop(text) for text in stop]
+        stops, set_ = [check_stop(text) for text in stop], [*set_, *draft]
         messages = read_messages(history) if history is not None and history.exists() else []
 
         def known(info: ModelInfo, assets: Mapping[str, Path], room: bool) -> None:

@@ -31,6 +31,7 @@ from .map import map_
 from .options import (
     TO_WRITE,
     AnyModel,
+    DraftOption,
     MaybeRecipe,
     ModelArg,
     RecipeOption,
@@ -108,6 +109,7 @@ def optimize(
     model: ModelArg,
     recipe: RecipeOption = "baseline",
     set_: SetOption = [],  # noqa: B006  (typer copies it)
+    draft: DraftOption = [],  # noqa: B006
     target: TargetOption = None,
     data: Annotated[
         Path | None,
@@ -162,6 +164,7 @@ def optimize(
     check_file(page, "--html")
     if folder is not None:
         check_destination(folder)
+    set_ = [*set_, *draft]
     with progress() as show:
         result = optimize_model(
             model,

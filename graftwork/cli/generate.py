@@ -17,6 +17,7 @@ from .console import err, progress
 from .options import (
     AnyModel,
     DataOption,
+    DraftOption,
     MaybeRecipe,
     SetOption,
     StopOption,
@@ -68,6 +69,7 @@ def generate(
     ] = None,
     recipe: MaybeRecipe = None,
     set_: SetOption = [],  # noqa: B006  (typer copies it)
+    draft: DraftOption = [],  # noqa: B006
     target: TargetOption = None,
     data: DataOption = None,
     stream: Annotated[
@@ -80,6 +82,7 @@ def generate(
     from ..chat.text_stream import check_stop
 
     stops, given = [check_stop(text) for text in stop], template_text(template)
+    set_ = [*set_, *draft]
     alike = stream and not (json_ or chat or stop or data or top_k or top_p or seed is not None)
     alike = alike and json_schema is None
     text, schema = _text(prompt, file), _schema(json_schema)

@@ -9,22 +9,28 @@ from pathlib import Path
 from ..artifact.saved import is_saved
 from ..backends.cached_library import SHARED, begin
 from ..choosing import AUTO
+from ..draft_option import with_draft
 from ..hub.download import local
 from ..ir import InputError, ModelInfo
 from ..model import Model, as_target, load
 from ..optimizing import optimize
 from ..passes.engine.base import Effect
 from ..recipe import Recipe
+from .options import DRAFT
 
 
 def with_settings(recipe: str, settings: Sequence[str]) -> Recipe:
-    """Load a recipe by name or path and apply --set options."""
+    """Load a recipe by name or path and apply --set options. ``draft=FILE`` is --draft's."""
     if recipe == AUTO:
         raise InputError(
             f"the recipe {AUTO!r} is chosen by measuring, and has no options: run graftwork "
             f"optimize MODEL --recipe {AUTO} --out DIR once, and give DIR"
         )
-    return Recipe.load(recipe).with_options(settings)
+    drafts = [one.removeprefix(DRAFT) for one in settings if one.startswith(DRAFT)]
+    chosen = Recipe.load(recipe)
+    for model in drafts:
+        chosen = with_draft(chosen, model)
+    return chosen.with_options(one for one in settings if not one.startswith(DRAFT))
 
 
 def open_model(

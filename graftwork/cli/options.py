@@ -79,6 +79,23 @@ MaybeRecipe = Annotated[
 SetOption = Annotated[
     list[str], typer.Option("--set", metavar="PASS.OPTION=VALUE", help="Override an option.")
 ]
+DRAFT = "draft="
+"""How a setting begins that names a draft model."""
+
+
+def _as_setting(model: str) -> str:
+    return DRAFT + model
+
+
+DraftOption = Annotated[
+    list[str],
+    typer.Option(
+        "--draft",
+        metavar="MODEL",
+        parser=_as_setting,
+        help="A smaller model of the same tokenizer that drafts: a folder or .gguf file.",
+    ),
+]
 TargetOption = Annotated[
     str | None, typer.Option("--target", metavar="BACKEND[:DEVICE[:DTYPE]]", help="Where it runs.")
 ]

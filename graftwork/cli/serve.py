@@ -13,6 +13,7 @@ from .console import err, progress
 from .options import (
     AnyModel,
     DataOption,
+    DraftOption,
     MaybeRecipe,
     SetOption,
     TargetOption,
@@ -34,6 +35,7 @@ def serve(
     model: AnyModel,
     recipe: MaybeRecipe = None,
     set_: SetOption = [],  # noqa: B006  (typer copies it)
+    draft: DraftOption = [],  # noqa: B006
     target: TargetOption = None,
     data: DataOption = None,
     host: Annotated[str, typer.Option(help="Other than loopback needs a key.")] = "127.0.0.1",
@@ -89,8 +91,9 @@ def serve(
             def known(info: ModelInfo, assets: Mapping[str, Path], room: bool) -> None:
                 require_tokenizer(model, assets, "serve")
 
+            settings = [*set_, *draft]
             opened = open_model(
-                model, recipe, set_, target, show, data=data, known=known, runs=True
+                model, recipe, settings, target, show, data=data, known=known, runs=True
             )
             require_tokenizer(model, opened.program.assets, "serve")  # of an artifact, too
             show("compile")
