@@ -322,6 +322,18 @@ def test_goodput_takes_what_brings_a_drafter_up_to_a_text_for_no_part_of_a_draft
     assert policy._size() == 3  # as wide as twice what was measured
 
 
+def test_goodput_tries_a_drafter_that_was_brought_up_to_a_text_whatever_that_took():
+    policy, tries = GoodputPolicy(GoodputLength(), Executable(1), 1), 0
+    while not policy.limits([1])[0]:
+        policy.observe(taken([NO_DRAFT], [range(0)]), 0.0, 1.0)
+    policy.prepared(9.0)
+    while policy.limits([1])[0]:
+        policy.observe(taken([Draft([1])], [range(1)]), 0.1, 1.1)
+        tries += 1
+        assert policy.account() < 0
+    assert tries == 2
+
+
 def test_goodput_of_goodput_is_refused():
     with pytest.raises(InputError, match="gives up drafts itself"):
         GoodputLength(of=GoodputLength())

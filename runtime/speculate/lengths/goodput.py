@@ -28,6 +28,9 @@ STRETCH = 8
 """Steps with chains between two decisions, where the step makes them."""
 
 
+GRACE = 2
+"""Drafts that are tried once a drafter was brought up to a text, which costs more than they do."""
+
 MOST_EVERY = 1024
 """Steps between two tries, at most, where drafting has not paid again and again."""
 
@@ -118,8 +121,9 @@ class GoodputPolicy(LengthPolicy):
     against plain decoding is kept account of: trying sizes that do not seem best, and sizes that
     disappoint, ends where the account is used up. It starts with half of the record's `loss` and
     earns the other half token by token, so the first 128 tokens take 1 + `loss` times as long as
-    plain decoding at worst, and later ones half of that; where drafting keeps not to pay, it is
-    tried ever more rarely. Source: Liu et al., "Optimizing Speculative Decoding for Serving Large
+    plain decoding at worst, and later ones half of that, but for what it takes to bring a drafter up
+    to a text, which is spent before anything is known: `GRACE` drafts come with it. Where drafting
+    keeps not to pay, it is tried ever more rarely. Source: Liu et al., "Optimizing Speculative Decoding for Serving Large
     Language Models Using Goodput" (SmartSpec, 2024).
     """
 
@@ -138,6 +142,7 @@ class GoodputPolicy(LengthPolicy):
         self.wants = self.of.wants
         self.asked = [0] * batch
         self.packed = executable.program.step.has_input(PACKED)
+        self.grace = 0
         self.drafted = -self.most - 1  # before a text's first draft its prompt is made up for
         self.in_step = any(leaf.in_step for leaf in executable.program.plan.draft.leaves)
         self.plain_every = PLAIN_RARELY if self.in_step else PLAIN_EVERY
@@ -178,7 +183,7 @@ class GoodputPolicy(LengthPolicy):
         plain = seconds[0] = known.plain_step(int(self.widths[0]))
         half, account = self.record.loss / 2, self.account()
         best = int(np.argmax(known.expected()[: len(seconds)] / seconds))
-        if best and account < 0:
+        if best and account < 0 and not self.grace:
             return self._none(-account / (half * plain))
         if best:
             known.patience = WHOLE_EVERY
@@ -236,7 +241,7 @@ class GoodputPolicy(LengthPolicy):
         known.plain = known.steps
 
     def prepared(self, seconds: float) -> None:
-        known = self.known
+        known, self.grace = self.known, GRACE
         known.lost += seconds
         before = known.timings.preparing
         known.timings.preparing = seconds if before is None else min(before, seconds)
@@ -263,6 +268,7 @@ class GoodputPolicy(LengthPolicy):
         known.tokens += mean
         if size:
             known.until, self.drafted = 0, known.steps
+            self.grace = max(self.grace - 1, 0)
         else:
             known.plain = known.steps
 
@@ -300,4 +306,5 @@ class _MadeChains(ReadyChains):
         known.steps += 1
         known.tokens += mean
         known.until = 0
-        self.enough = policy.account() < 0
+        policy.grace = max(policy.grace - 1, 0)
+        self.enough = policy.account() < 0 and not policy.grace
