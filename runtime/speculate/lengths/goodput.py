@@ -121,10 +121,10 @@ class GoodputPolicy(LengthPolicy):
     against plain decoding is kept account of: trying sizes that do not seem best, and sizes that
     disappoint, ends where the account is used up. It starts with half of the record's `loss` and
     earns the other half token by token, so the first 128 tokens take 1 + `loss` times as long as
-    plain decoding at worst, and later ones half of that, but for what it takes to bring a drafter up
-    to a text, which is spent before anything is known: `GRACE` drafts come with it. Where drafting
-    keeps not to pay, it is tried ever more rarely. Source: Liu et al., "Optimizing Speculative Decoding for Serving Large
-    Language Models Using Goodput" (SmartSpec, 2024).
+    plain decoding at worst, and later ones half of that, but for what it takes to bring a drafter
+    up to a text, which is spent before anything is known: `GRACE` drafts come with it. Where
+    drafting keeps not to pay, it is tried ever more rarely. Source: Liu et al., "Optimizing
+    Speculative Decoding for Serving Large Language Models Using Goodput" (SmartSpec, 2024).
     """
 
     record: GoodputLength
