@@ -50,12 +50,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from systems import with_settings
+from systems import settle, with_settings
 
 import graftwork as gw
 from graftwork.backends import Target
 from graftwork.backends.tiles import kernel_name
 from graftwork.data.cost import Remembered, cost_of
+from graftwork.draft_option import with_draft
 from graftwork.ir.plan.contract import changes
 from graftwork.measuring.agreement import OwnText
 from graftwork.passes.engine.base import Effect
@@ -65,7 +66,8 @@ TOKENS, ROWS = 1024, 2048
 """Of each text that are predicted; where caches hold or read other rows, which takes long texts."""
 LEARNT = 64 * 512
 """Tokens that recipes which read text are given at most."""
-ASKED = ("a corpus file", "a draft model", "a smaller model", "several processes (torchrun)")
+GUESTS = ("a draft model", "a smaller model", "an amateur model")
+ASKED = ("a corpus file", *GUESTS, "several processes (torchrun)")
 """What recipes cannot do without."""
 LIMIT = 1800
 """Seconds of a cell."""
@@ -102,14 +104,10 @@ def lacking(recipe: Recipe, args: argparse.Namespace) -> str:
     """What a recipe needs that nobody gave; "" if nothing."""
     if recipe.reads_text and args.calibration is None:
         return "needs calibration text"
-    given = {what for what, value in (("a corpus file", args.corpus), *guests(args)) if value}
+    brought = {"a corpus file": args.corpus, **dict.fromkeys(GUESTS, args.draft)}
+    given = {what for what, value in brought.items() if value is not None}
     wanted = [what for what in recipe.brought if what in ASKED and what not in given]
     return f"needs {wanted[0]}" if wanted else ""
-
-
-def guests(args: argparse.Namespace) -> list[tuple[str, Path | None]]:
-    """What recipes call a smaller model, and the one that is given."""
-    return [(what, args.draft) for what in ("a draft model", "a smaller model")]
 
 
 class Plain:
@@ -131,8 +129,8 @@ class Plain:
         """Errors: `GraftworkError` where the recipe refuses."""
         if "a corpus file" in recipe.brought:
             recipe = recipe.with_options([f"draft_corpus.path={self.args.corpus}"])
-        takes = [step.pass_.name for step in recipe.steps if "" in step.pass_.models]
-        recipe = recipe.with_options([f"{name}.model={self.args.draft}" for name in takes])
+        if any("" in step.pass_.models for step in recipe.steps):
+            recipe = with_draft(recipe, self.args.draft)
         data = None
         if recipe.reads_text:
             data = documents(self.args.calibration, self.model, LEARNT)
@@ -141,6 +139,7 @@ class Plain:
 
 def write(model: gw.Model, prompt: torch.Tensor, tokens: int) -> Any:
     model.forget()
+    settle()
     asked = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
     return model.generate(prompt, return_dict_in_generate=True, **asked)
 

@@ -26,6 +26,7 @@ import torch
 import graftwork as gw
 from graftwork.backends import Target
 from graftwork.choosing import joined
+from graftwork.ir.support import threads
 from graftwork.recipe import Recipe
 
 Batch = Sequence[Sequence[int]]
@@ -36,11 +37,8 @@ Result = tuple[list[list[int]], float, dict[str, float]]
 
 System = Callable[[Batch, int], Result]
 
-PAUSE = 0.02
-"""Seconds for which threads are watched: at rest, they use less than a tenth of them."""
-
 PAUSES = 250
-"""How often they are watched at most."""
+"""How often threads are watched at most, until they are at rest."""
 
 
 def padded(prompts: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,16 +193,9 @@ def read_prompts(
 
 
 def settle() -> None:
-    """Wait until this process's threads have stopped looking for work (30 ms, mostly).
-
-    Errors: `TimeoutError` if they never do: what runs next would be measured beside them.
-    """
-    for _ in range(PAUSES):
-        used = time.process_time()
-        time.sleep(PAUSE)
-        if time.process_time() - used < PAUSE / 10:
-            return
-    raise TimeoutError(f"threads are still busy {PAUSES * PAUSE:.0f} s after a system's turn")
+    """See `graftwork.ir.support.threads.settle`. Errors: `TimeoutError` if threads never rest."""
+    if not threads.settle(PAUSES):
+        raise TimeoutError(f"threads are still busy after {PAUSES} looks at them")
 
 
 @dataclass

@@ -20,6 +20,7 @@ from .data.cost import cost_of, why_not
 from .data.knob import READ, TOLERANCE
 from .data.prompts import Prompts
 from .ir import GraftworkError, InputError
+from .ir.support.threads import settle
 from .model import Model
 from .recipe import Recipe
 from .report import Cost
@@ -162,6 +163,7 @@ def pace(made: Model, other: Model, prompts: Sequence[Sequence[int]]) -> float:
 
     def seconds(model: Model, prompt: Sequence[int]) -> float:
         model.forget()
+        settle()
         start = time.perf_counter()
         model.generate([list(prompt)], **asked)
         return time.perf_counter() - start

@@ -122,6 +122,15 @@ def test_drafts_that_bring_nothing_end_soon_and_are_tried_ever_more_rarely() -> 
     assert len(tries) * 0.5 < 0.02 * 200
 
 
+def test_drafts_that_were_asked_for_and_not_made_cost_as_much() -> None:
+    made = policy()
+    asked = []
+    for _ in range(4):
+        asked += made.limits([9])
+        made.observe(taken([NO_DRAFT], [range(0)]), 0, 0)
+    assert asked == [4, 4, 4, 0]
+
+
 def test_drafts_that_earn_go_on_and_come_back() -> None:
     assert all(play(policy(), [1] * 50))
     assert all(play(policy(), [0, 2] * 50))  # in the mean

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, Unpack
 
 from ..ir import InputError, PassError
+from ..ir.support.threads import settle
 from ..passes.engine.evidence import TextSample
 from ..recipe import Recipe
 from ..report import Choice, Cost
@@ -190,6 +191,7 @@ def pace_of(made: Decoding, plain: Decoding, rounds: int = ROUNDS) -> float:
         pair: list[float] = []
         for model in (made, plain):
             model.forget()
+            settle()
             said = model.generate([prompt], return_dict_in_generate=True, pad_token_id=0, **asked)
             stats = said.stats
             pair.append(1 / stats.prefill_seconds if reads else stats.tokens_per_second)

@@ -23,6 +23,7 @@ from ..frontends.huggingface.model import load_model
 from ..ir import InputError
 from ..ir.execution.executable import Executable, Planned
 from ..ir.support.packages import installing
+from ..ir.support.threads import settle
 from ..model import Model
 from ..passes.engine.base import Effect, all_passes
 from ..passes.engine.validate import reference_logits
@@ -268,6 +269,7 @@ class Bench:
             for i, contestant in enumerate(contestants):
                 what = f"{contestant.name} on {contestant.target}"
                 self.progress(f"round {repeat + 1} of {self.repeats}: {what}")
+                settle()
                 runs[i].append([contestant.run(p, self.tokens) for p in self.prompts])
         reference = runs[0]
         base = statistics.median(_speeds(reference))

@@ -1,8 +1,9 @@
-"""Locks between threads."""
+"""Locks between threads, and waiting for them."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
@@ -26,6 +27,21 @@ def traces(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return alone
+
+
+PAUSE, PAUSES = 0.02, 15
+"""Seconds between two looks at a process' threads, and looks at most unless told."""
+
+
+def settle(pauses: int = PAUSES) -> bool:
+    """Wait until this process's threads have stopped looking for work (30 ms, mostly); whether they
+    did. Threads of what was measured before would take the cores from what is measured next."""
+    for _ in range(pauses):
+        used = time.process_time()
+        time.sleep(PAUSE)
+        if time.process_time() - used < PAUSE / 10:
+            return True
+    return False
 
 
 class Turn(type(threading.RLock())):  # type: ignore[misc]

@@ -19,7 +19,8 @@ FIRST, LONGEST = 16, 1024
 
 @LENGTHS.register(EarnedLength)
 class EarnedPolicy(LengthPolicy):
-    """Each text has an account: a step with a draft adds the tokens that it yields less `worth`.
+    """Each text has an account: a step that is to draft adds the tokens that it yields less `worth`,
+    whether a draft came of it or not.
 
     Where it falls below zero the text takes plain steps, and then one draft decides: twice as long
     it rests if that does not pay, either. Nothing is learned from other texts, of the batch or of
@@ -32,13 +33,15 @@ class EarnedPolicy(LengthPolicy):
         super().__init__(record, executable, batch)
         self.accounts, self.waits = [CREDIT] * batch, [FIRST] * batch
         self.steps, self.until = [0] * batch, [0] * batch
-        self.over = [False] * batch
+        self.over, self.asked = [False] * batch, [False] * batch
 
     def limits(self, rooms: Sequence[int]) -> list[int]:
         due = [step >= until for step, until in zip(self.steps, self.until, strict=True)]
-        return [
-            wanted if now else 0 for wanted, now in zip(super().limits(rooms), due, strict=True)
+        wanted = [
+            size if now else 0 for size, now in zip(super().limits(rooms), due, strict=True)
         ]
+        self.asked = [size > 0 for size in wanted]
+        return wanted
 
     def rest(self) -> int:
         left = [
@@ -52,11 +55,12 @@ class EarnedPolicy(LengthPolicy):
         self.steps = [step + steps for step in self.steps]
 
     def observe(self, taken: VerifiedStep, drafting: float, step: float) -> None:
-        for index, (draft, tokens) in enumerate(zip(taken.drafts, taken.tokens, strict=True)):
+        for index, tokens in enumerate(taken.tokens):
             self.over[index] = not tokens
             self.steps[index] += 1
-            if draft.tokens and tokens:
+            if self.asked[index] and tokens:
                 self._count(index, len(tokens))
+        self.asked = [False] * self.batch
 
     def _count(self, index: int, tokens: int) -> None:
         account = min(self.accounts[index] + tokens - self.record.worth, MOST)
