@@ -19,8 +19,8 @@ FIRST, LONGEST = 16, 1024
 
 @LENGTHS.register(EarnedLength)
 class EarnedPolicy(LengthPolicy):
-    """Each text has an account: a step that is to draft adds the tokens that it yields less `worth`,
-    whether a draft came of it or not.
+    """Each text has an account: a step that is to draft adds the tokens that it yields less
+    `worth`, whether a draft came of it or not.
 
     Where it falls below zero the text takes plain steps, and then one draft decides: twice as long
     it rests if that does not pay, either. Nothing is learned from other texts, of the batch or of
@@ -37,9 +37,7 @@ class EarnedPolicy(LengthPolicy):
 
     def limits(self, rooms: Sequence[int]) -> list[int]:
         due = [step >= until for step, until in zip(self.steps, self.until, strict=True)]
-        wanted = [
-            size if now else 0 for size, now in zip(super().limits(rooms), due, strict=True)
-        ]
+        wanted = [size if now else 0 for size, now in zip(super().limits(rooms), due, strict=True)]
         self.asked = [size > 0 for size in wanted]
         return wanted
 

@@ -122,9 +122,10 @@ class GoodputPolicy(LengthPolicy):
     disappoint, ends where the account is used up. It starts with half of the record's `loss` and
     earns the other half token by token, so the first 128 tokens take 1 + `loss` times as long as
     plain decoding at worst, and later ones half of that, but for what it takes to bring a drafter
-    up to a text, which is spent before anything is known: `GRACE` drafts come with it. Where
-    drafting keeps not to pay, it is tried ever more rarely. Source: Liu et al., "Optimizing
-    Speculative Decoding for Serving Large Language Models Using Goodput" (SmartSpec, 2024).
+    up to a text, which is spent before anything is known: `GRACE` drafts come with it, and more as
+    long as they win. Where drafting keeps not to pay, it is tried ever more rarely. Source: Liu et
+    al., "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput"
+    (SmartSpec, 2024).
     """
 
     record: GoodputLength
@@ -142,7 +143,7 @@ class GoodputPolicy(LengthPolicy):
         self.wants = self.of.wants
         self.asked = [0] * batch
         self.packed = executable.program.step.has_input(PACKED)
-        self.grace = 0
+        self.grace, self.won = 0, 0.0
         self.drafted = -self.most - 1  # before a text's first draft its prompt is made up for
         self.in_step = any(leaf.in_step for leaf in executable.program.plan.draft.leaves)
         self.plain_every = PLAIN_RARELY if self.in_step else PLAIN_EVERY
@@ -183,7 +184,7 @@ class GoodputPolicy(LengthPolicy):
         plain = seconds[0] = known.plain_step(int(self.widths[0]))
         half, account = self.record.loss / 2, self.account()
         best = int(np.argmax(known.expected()[: len(seconds)] / seconds))
-        if best and account < 0 and not self.grace:
+        if best and account < 0 and not self.earns:
             return self._none(-account / (half * plain))
         if best:
             known.patience = WHOLE_EVERY
@@ -207,6 +208,16 @@ class GoodputPolicy(LengthPolicy):
             undue = known.whole + known.patience - known.steps
             return self._none(max(undue, (tries[largest] - account) / (half * plain)))
         return best
+
+    @property
+    def earns(self) -> bool:
+        """Whether drafts go on where the account is used up: the drafter was brought up to the text
+        just now, or what came of it since then was a gain, so that stopping would lose more."""
+        return self.grace > 0 or self.won > 0
+
+    def _count(self, won: float) -> None:
+        """A draft came to so many seconds over plain steps."""
+        self.grace, self.won = max(self.grace - 1, 0), self.won + won
 
     def account(self) -> float:
         """Seconds that may be lost."""
@@ -241,7 +252,7 @@ class GoodputPolicy(LengthPolicy):
         known.plain = known.steps
 
     def prepared(self, seconds: float) -> None:
-        known, self.grace = self.known, GRACE
+        known, self.grace, self.won = self.known, GRACE, 0.0
         known.lost += seconds
         before = known.timings.preparing
         known.timings.preparing = seconds if before is None else min(before, seconds)
@@ -259,8 +270,8 @@ class GoodputPolicy(LengthPolicy):
         spent, known = costs.add(int(self.widths[fed]), step), self.known
         if size:
             known.making.add(size, drafting, trusted=True)
-        known.lost += spent + drafting
-        known.lost -= mean * known.plain_step(int(self.widths[0]))
+        plain = known.plain_step(int(self.widths[0]))
+        known.lost += spent + drafting - mean * plain
         known.learn(taken, self.asked)
         self.asked = [0] * self.batch
         self.of.observe(taken, drafting, step)
@@ -268,7 +279,7 @@ class GoodputPolicy(LengthPolicy):
         known.tokens += mean
         if size:
             known.until, self.drafted = 0, known.steps
-            self.grace = max(self.grace - 1, 0)
+            self._count(mean * plain - spent - drafting)
         else:
             known.plain = known.steps
 
@@ -300,11 +311,12 @@ class _MadeChains(ReadyChains):
         spent = known.costs.add(int(policy.widths[longest]), seconds) if longest else seconds
         if longest:
             known.making.add(longest, 0.0, trusted=True)
-        known.lost += spent - mean * known.plain_step(int(policy.widths[0]))
+        won = mean * known.plain_step(int(policy.widths[0])) - spent
+        known.lost -= won
         for size, count in zip(fed, accepted, strict=True):
             known.count(size, range(count), self.chosen)
         known.steps += 1
         known.tokens += mean
         known.until = 0
-        policy.grace = max(policy.grace - 1, 0)
-        self.enough = policy.account() < 0 and not policy.grace
+        policy._count(won)
+        self.enough = policy.account() < 0 and not policy.earns
