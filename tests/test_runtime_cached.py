@@ -232,6 +232,11 @@ def test_models_that_cannot_draft(tmp_path: Path) -> None:
     guest = tiny_llama().replace(assets={"tokenizer.json": theirs})
     with pytest.raises(PassError, match="tokenizers of tiny and tiny differ"):
         DraftModel(model="other").run(named.replace(guests={"other": guest}))
+    spaced = {name: Tokenizer(models.WordLevel({f"{name}a": 0})) for name in ("▁", " ")}
+    for name, path in (("▁", ours), (" ", theirs)):
+        spaced[name].save(str(path))
+    assert DraftModel(model="other").run(named.replace(guests={"other": guest})).matches == 1
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(ours))
     padding = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     padding.enable_padding(length=4)
     padding.save(str(theirs))

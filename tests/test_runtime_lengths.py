@@ -335,6 +335,20 @@ def test_goodput_tries_a_drafter_that_was_brought_up_to_a_text_whatever_that_too
     assert tries == 5
 
 
+def test_goodput_tries_once_what_is_slow_to_bring_up_and_then_when_that_is_earned():
+    executable = Executable(1)
+    for asked in (True, False):
+        policy, steps = GoodputPolicy(GoodputLength(), executable, 1), 0
+        while steps < 64 and not policy.limits([1])[0]:
+            policy.observe(taken([NO_DRAFT], [range(0)]), 0.0, 1.0)
+            steps += 1
+        assert (steps < 64) == asked
+        if asked:
+            policy.prepared(9.0)
+            policy.observe(taken([Draft([1])], [range(0)]), 0.9, 1.1)
+            policy.observe(taken([Draft([1])], [range(0)]), 0.9, 1.1)
+
+
 def test_goodput_of_goodput_is_refused():
     with pytest.raises(InputError, match="gives up drafts itself"):
         GoodputLength(of=GoodputLength())

@@ -104,11 +104,13 @@ def tokenizer_remarks(program: Program, guest: Program) -> tuple[str, ...]:
 
 
 def _tokens(path: Path | None) -> dict[int, str]:
-    """The text of each token, by its id, as a tokenizer file has it.
+    """The text of each token, by its id, as a tokenizer file has it, with plain spaces: files write
+    them as those are or as ``▁``, and a .gguf file of a model may do otherwise than its folder.
 
     That is all that two models must share: how a text is cut into tokens, only the target's
     decides. Errors: `InputError` for a file that cannot be read.
     """
     assert path is not None
     tokenizer = read_tokenizer(path)
-    return {id: text for text, id in tokenizer.get_vocab(with_added_tokens=True).items()}
+    known = tokenizer.get_vocab(with_added_tokens=True)
+    return {id: text.replace("▁", " ") for text, id in known.items()}

@@ -58,9 +58,9 @@ class Knowledge:
 
     asked, made, hits: f64[most], how often draft token i was asked for, verified and accepted,
     older drafts counting less; imagined: f64[most], what an imagined draft still counts in these.
-    lost: seconds, next to plain decoding of `tokens` tokens. steps,
-    whole, plain: steps so far, and at the last one with a whole draft or none. patience: steps from
-    a whole draft to the next. until: the step before which nothing is drafted.
+    lost: seconds, next to plain decoding of `tokens` tokens. steps, whole, plain: steps so far, and
+    at the last one with a whole draft or none. patience: steps from a whole draft to the next.
+    tried: whether there was one. until: the step before which nothing is drafted.
     """
 
     def __init__(self, most: int, timings: Timings) -> None:
@@ -68,7 +68,7 @@ class Knowledge:
         self.costs, self.resting, self.making = timings.costs, timings.resting, timings.making
         self.lost = self.tokens = 0.0
         self.steps = self.whole = self.plain = 0
-        self.patience = self.until = 0
+        self.patience, self.until, self.tried = 0, 0, False
         self.asked, self.made, self.imagined = np.ones(most), np.ones(most), np.ones(most)
         self.hits = np.zeros(most)
 
@@ -195,13 +195,13 @@ class GoodputPolicy(LengthPolicy):
         ahead = known.timings.preparing
         if self.in_step:
             tries[1:] += plain if ahead is None else ahead
-        elif known.steps - self.drafted > self.most:
-            tries[1:] += ahead or 0.0
+        elif known.tried and known.steps - self.drafted > self.most:
+            tries[1:] += ahead or 0.0  # of a drafter of which nothing is known it is not asked
         risked = max(half * HORIZON * plain, 1.5 * tries[1])
         largest = int(np.searchsorted(tries, risked, side="right")) - 1
         due = known.steps - known.whole >= known.patience
         if due and tries[largest] <= account:
-            known.whole = known.steps
+            known.whole, known.tried = known.steps, True
             known.patience = min(max(2 * known.patience, 1), MOST_EVERY)
             return largest
         if not best:
