@@ -325,7 +325,7 @@ def draw(rows: list[dict[str, Any]], labels: list[str], path: Path) -> None:
             kind,
             (1.02, middle),
             xycoords=("axes fraction", "data"),
-            rotation=90,
+            rotation=90 if kinds.count(kind) > len(kind) else 0,  # a row holds a line, not a word
             va="center",
             fontsize=8,
             annotation_clip=False,
