@@ -27,8 +27,9 @@ import torch
 import torch.fx
 
 from ..ir import SOURCE, Function, Program, State, Sym, TensorType, site_of, type_of
+from ..ir.ops.quantized import LOOK_UPS
 from ..ir.plan.source import EMBEDS
-from .picture_step import LOOK_UPS, SCALES
+from .picture_step import SCALES
 
 A, G = torch.ops.aten, torch.ops.graftwork
 

@@ -30,11 +30,11 @@ import torch.fx
 
 from ..ir import SOURCE, Function, Program, State, Sym, TensorType, arguments, type_of
 from ..ir.ops.attention import SPANS
+from ..ir.ops.quantized import LOOK_UPS
 from ..ir.ops.rounded_state import STEPS
 from ..ir.plan import Pictures
 
 A, G = torch.ops.aten, torch.ops.graftwork
-LOOK_UPS = (A.embedding.default, G.quantized_embedding.default)
 SCALES = (A.mul.Tensor, A._to_copy.default)
 """What may be done to an embedding before pictures take their places among it."""
 

@@ -158,8 +158,8 @@ def cell(plain: Plain, recipe: Recipe) -> dict[str, Any]:
     except gw.GraftworkError as error:
         said = str(error).replace(str(plain.path), plain.path.name)
         return row | {"none": f"refused: {said}"}
-    if any(step.pass_.models for step in recipe.steps):
-        row["draft"] = args.draft.name
+    if guests := [model for step in recipe.steps for model in step.pass_.models]:
+        row["draft"] = Path(guests[0] or args.draft).name
     row["made"] = time.perf_counter() - start
     assert made.report is not None and plain.model.report is not None
     row["untrained"] = bool({"trained heads", "a tuned target"} & {*recipe.brought})

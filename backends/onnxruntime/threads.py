@@ -12,20 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 from ...ir import Function, Program, Role
+from ...ir.ops.quantized import LOOK_UPS
 from ..target import Target
 from .session import threads_of
-
-A, G = torch.ops.aten, torch.ops.graftwork
 
 LARGE = 24 << 20
 """Bytes of weights from which on a draft runs on all cores: one core reads some ten of them a
 millisecond, and a draft of a third as much was slower on two than on one."""
-
-LOOK_UPS = (A.embedding.default, G.quantized_embedding.default)
-"""Ops that read a few rows of a weight."""
 
 
 @dataclass(frozen=True)

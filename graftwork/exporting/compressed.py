@@ -36,12 +36,13 @@ from ..ir import (
     arguments,
     type_of,
 )
+from ..ir.ops.quantized import LOOK_UPS
 from ..ir.rewrite.stored import are_weights, values_of
 from ..ir.support.files import LARGE, read_bytes, read_json
 from ..ir.support.scratch import replacing
 from ..ir.weights import Call
 from .compressed_layout import BYTES, Scheme, stored
-from .parameters import STACKS, TABLES, Parameters, Rows
+from .parameters import STACKS, Parameters, Rows
 
 A, G = torch.ops.aten, torch.ops.graftwork
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
@@ -179,7 +180,7 @@ class _Checkpoint(Parameters):
             yield from self._experts(self.mixtures[owner], name, STACKS[part], type)
         elif rows is not None and part == "bias":
             yield self.bias(rows, name).renamed(self.names.of(name))
-        elif rows is not None and part == "weight" and rows.node.target in TABLES:
+        elif rows is not None and part == "weight" and rows.node.target in LOOK_UPS:
             yield self._table(rows, name, type)
         elif rows is not None and part == "weight":
             yield from self._product(rows, owner, type)

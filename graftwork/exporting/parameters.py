@@ -25,6 +25,7 @@ from ..ir import (
     site_of,
     type_of,
 )
+from ..ir.ops.quantized import LOOK_UPS
 from ..ir.rewrite.stored import parts_of
 from ..ir.weights import piece
 from ..passes.numerics.solver import scaled_name
@@ -34,7 +35,6 @@ PRODUCTS = (A.linear.default, G.quantized_linear.default)
 MIXTURES = (G.moe.default, G.quantized_moe.default)
 STACKS = {"gate_up_proj": "gate_up", "down_proj": "down"}
 """Names of expert stacks: in modules, and in `graftwork.moe`."""
-TABLES = (A.embedding.default, G.quantized_embedding.default)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def mixtures(nodes: Iterable[torch.fx.Node]) -> Iterator[tuple[str, torch.fx.Nod
 def modules(nodes: Iterable[torch.fx.Node]) -> Iterator[tuple[str, Rows]]:
     """Rows of products and tables by module."""
     for node in nodes:
-        if node.target in TABLES:
+        if node.target in LOOK_UPS:
             count = int(str(arguments(node)["weight"].meta["type"].dims[0]))
             yield site_of(node).module, Rows(node, 0, count)
         elif node.target in PRODUCTS:

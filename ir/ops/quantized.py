@@ -301,3 +301,7 @@ def quantized_embedding(
     rows = torch.nn.functional.embedding
     picked = None if offset is None else rows(ids, offset)
     return dequantize(rows(ids, weight), rows(ids, scale), picked, codebook, bits=bits)
+
+
+LOOK_UPS = (torch.ops.aten.embedding.default, torch.ops.graftwork.quantized_embedding.default)
+"""Ops that read a few rows of a weight, a token each."""

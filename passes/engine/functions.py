@@ -9,6 +9,7 @@ import torch
 import torch.fx
 
 from ...ir import Function, Program, Role, WeightStore
+from ...ir.ops.quantized import LOOK_UPS
 from .base import Outcome
 
 A, G = torch.ops.aten, torch.ops.graftwork
@@ -64,7 +65,7 @@ def token_look_ups(fn: Function) -> list[torch.fx.Node]:
     some stand for trained prompts, which have a table of their own, the others are clamped."""
     if not fn.has_input("tokens"):
         return []
-    tokens, ops = fn.input("tokens"), (A.embedding.default, G.quantized_embedding.default)
+    tokens = fn.input("tokens")
     taken = (G.tokens_part.default, A.clamp.default)
     ids = {tokens, *(user for user in tokens.users if user.target in taken)}
-    return [node for node in fn.calls(*ops) if not ids.isdisjoint(node.all_input_nodes)]
+    return [node for node in fn.calls(*LOOK_UPS) if not ids.isdisjoint(node.all_input_nodes)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import mul
 
 from .costs import Costs
 
@@ -49,6 +50,17 @@ class ReadyChains:
         """What came of a step: tokens fed of each chain, tokens accepted, and what it took."""
 
 
+def imagined(first: float, most: int) -> list[float]:
+    """How often each token of a draft that nobody has made would be accepted: ever more rarely, but
+    after those before it no more rarely than the first tokens of drafts are.
+
+    >>> imagined(0.9, 3)[1:], imagined(0.1, 3)[1:]
+    ([0.81, 0.7290000000000001], [0.3333333333333333, 0.25])
+    """
+    held = accumulate([first] * most, mul)
+    return [max(1 / (place + 2), often if place else 0.0) for place, often in enumerate(held)]
+
+
 class Likelihood:
     """How far chains with as much evidence were accepted.
 
@@ -63,18 +75,10 @@ class Likelihood:
         self._expect()
 
     def _expect(self) -> None:
-        """Of the imagined chain later tokens were accepted ever more rarely, but after those before
-        them no more rarely than the first token of chains is."""
-        counts = [*zip(self.hits, self.imagined, self.seen, strict=True)]
-        first = (
-            sum(hit + weight / 2 for hit, weight, _ in counts[:1]) / self.seen[0] if counts else 0
-        )
-        shares, whole = [], 1.0
-        for place, (hit, weight, seen) in enumerate(counts):
-            whole *= first
-            often = max(1 / (place + 2), whole if place else 0.0)
-            shares.append((hit + weight * often) / seen)
-        self.gain = [0.0, *accumulate(shares)]
+        first = (self.hits[0] + self.imagined[0] / 2) / self.seen[0] if self.seen else 0.0
+        often = imagined(first, len(self.seen))
+        counts = zip(self.hits, self.imagined, often, self.seen, strict=True)
+        self.gain = [0.0, *accumulate((hit + weight * p) / seen for hit, weight, p, seen in counts)]
 
     def learn(self, fed: int, accepted: int) -> None:
         for place in range(fed):

@@ -14,7 +14,15 @@ from ...feeding.draft import VerifiedStep
 from ...memo import learnt
 from ..costs import Costs
 from ..level import Level
-from ..ready_chains import FORGET, HORIZON, SURE, ChainKnowledge, MeasuredChains, ReadyChains
+from ..ready_chains import (
+    FORGET,
+    HORIZON,
+    SURE,
+    ChainKnowledge,
+    MeasuredChains,
+    ReadyChains,
+    imagined,
+)
 from .base import LENGTHS, Flags, LengthPolicy
 
 CALM = 16
@@ -94,17 +102,10 @@ class Knowledge:
         return min(step, self.resting.one(1)) if self.resting.widths else step
 
     def expected(self) -> Any:
-        """Tokens that a step yields if 0..most draft tokens are asked for, f64[most+1].
-
-        Of the imagined draft later tokens were accepted ever more rarely, but after those before
-        them no more rarely than the first token of drafts is.
-        """
-        places = np.arange(1.0, len(self.hits) + 1)
-        first = (self.hits[:1] + self.imagined[:1] / 2) / self.asked[:1]
-        imagined = self.imagined * np.maximum(
-            1 / (places + 1), np.where(places > 1, first**places, 0)
-        )
-        return 1 + np.concatenate([[0.0], np.cumsum((self.hits + imagined) / self.asked)])
+        """Tokens that a step yields if 0..most draft tokens are asked for, f64[most+1]."""
+        first = sum((self.hits[:1] + self.imagined[:1] / 2) / self.asked[:1])
+        rates = (self.hits + self.imagined * imagined(first, len(self.hits))) / self.asked
+        return 1 + np.concatenate([[0.0], np.cumsum(rates)])
 
     def sizes(self) -> Any:
         """Tokens of a draft if 0..most are asked for, f64[most+1]."""
