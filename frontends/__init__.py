@@ -16,7 +16,7 @@ from .generation import Known, nobody
 
 # Late imports: a source loads the packages of its own format alone.
 
-__all__ = ["import_model", "import_part", "kept_assets"]
+__all__ = ["import_masked", "import_model", "import_part", "kept_assets"]
 
 
 @traces
@@ -111,6 +111,25 @@ def import_part(source: Any, part: str, dtype: torch.dtype | None = None) -> Pro
     from .huggingface.mtp import import_mtp
 
     return import_mtp(plain_path("model", folder), int(number), dtype)
+
+
+@traces
+def import_masked(source: str | Path, dtype: torch.dtype | None = None) -> Program:
+    """A masked language model, whose tokens see all others, as a program at stage "traced".
+
+    source: the folder of a checkpoint (see `huggingface.masked`). dtype: of the floating weights;
+    None keeps the source's. Errors: `InputError` for files that are missing or wrong,
+    `UnsupportedError` for what cannot be imported.
+    """
+    path = plain_path("model", source)
+    if not path.is_dir():
+        raise InputError(
+            f"{path}: expected the folder of a masked language model (config.json, safetensors)"
+        )
+    _require_transformers()
+    from .huggingface.masked import import_masked_folder
+
+    return import_masked_folder(path, dtype)
 
 
 def _require_transformers() -> None:

@@ -44,7 +44,8 @@ def mark_hidden(fn: Function) -> int:
     Errors: `UnsupportedError` if no tokens meet anywhere, or a block has no boundary.
     """
     spine = dominating_chain(fn)
-    mixers = fn.calls(*MIXERS)
+    # Where no token meets those before it alone, all meet all, as in masked language models.
+    mixers = fn.calls(*MIXERS) or fn.calls(G.source_attention.default)
     if not mixers:
         raise UnsupportedError(
             "the model has no attention and no recurrence that could be found; graftwork handles "

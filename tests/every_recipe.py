@@ -10,6 +10,7 @@ from evidence import evidence_for
 from selection import rarely
 from tiny import layer_ahead, tiny_llama
 
+from graftwork.frontends.huggingface.masked import both_ways
 from graftwork.ir import Program
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.recipe import Recipe, recipes
@@ -46,7 +47,8 @@ def program_of(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> P
 
 def made_by(steps: Sequence[Step], dtype: torch.dtype = torch.float32) -> Program:
     """What passes make of a tiny model that has other models beside it, given text."""
-    guests = {"other": tiny_llama(seed=1, dtype=dtype), "mtp.0": layer_ahead(dtype=dtype)}
+    other = tiny_llama(seed=1, dtype=dtype)
+    guests = {"other": other, "both ways": both_ways(other), "mtp.0": layer_ahead(dtype=dtype)}
     start = tiny_llama(4, dtype=dtype).replace(guests=guests)
     evidence = evidence_for(start) if any(step.pass_.text for step in steps) else None
     return run_passes(start, steps, evidence=evidence)[0]
@@ -59,6 +61,8 @@ def steps_of(name: str, folder: Path) -> Sequence[Step]:
     brought = {"draft_model.model": "other", "draft_corpus.path": str(corpus)}
     brought |= {"depth_entropy.model": "other", "contrast_model.model": "other"}
     brought |= {"draft_fastcot.answer": "[1]"}
+    brought |= {"draft_diffusion_model.model": "both ways", "draft_diffusion_model.token": "5"}
+    brought |= {"draft_diffusion_model.window": "16"}
     few = {"budget": "64", "block": "32", "ahead": "64"}  # of a context of 128
     few |= {"sinks": "32"} if name == "moa" else {}
     brought |= {f"evict_cache.{name}": rows for name, rows in few.items()}

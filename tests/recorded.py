@@ -24,15 +24,15 @@ class Recorded(Proposer):
 
     def begin(self, prompts: Any) -> None:
         super().begin(prompts)
-        self.said = [list(prompt) for prompt in prompts]
+        self.so_far = [list(prompt) for prompt in prompts]
 
     def observe(self, taken: Any) -> None:
         super().observe(taken)
-        for text, tokens in zip(self.said, taken.tokens, strict=True):
+        for text, tokens in zip(self.so_far, taken.tokens, strict=True):
             text += tokens
 
     def root(self, count: int) -> Any:
-        self.paths: list[list[tuple[int, ...]]] = [[()] for _ in self.said]
+        self.paths: list[list[tuple[int, ...]]] = [[()] for _ in self.so_far]
         return self._noted(super().root(count))
 
     def grow(self, tokens: Any, parents: Any, count: int) -> Any:
@@ -47,7 +47,7 @@ class Recorded(Proposer):
             for node, path in enumerate(paths):
                 if self.blanks or level.tokens[index, node, 0] >= 0:
                     logits = level.logits[index, node].copy()
-                    self.notes.append((list(self.said[index]), path, logits))
+                    self.notes.append((list(self.so_far[index]), path, logits))
         return level
 
 

@@ -16,6 +16,7 @@ from whole_drafters import Case, assert_own_text, assert_sampled
 
 import graftwork as gw
 from graftwork.passes.drafting.chimera.graph import DraftChimera
+from graftwork.passes.drafting.diffusion.graph import DraftDiffusion
 from graftwork.passes.drafting.draft_clover1 import DraftClover1
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.falcon.graph import DraftFalcon
@@ -38,6 +39,7 @@ CASES = {
     "clover1": Case((DraftClover1(),), BEST, "clover1"),
     "fspad": Case((DraftEagle(levels=3, sampled=True, apart=True),), BEST, "fspad"),
     "falcon": Case((DraftFalcon(levels=4, block=2),), BLOCKS, "falcon"),
+    "diffusion": Case((DraftDiffusion(levels=4, steps=2),), BEST, "block_diffusion"),
     "glide": Case((DraftGlide(levels=3, block=3),), CAPE, "glide"),
     "mixture": Case((DraftMixture(levels=3, block=3, longest=3),), BEST, "mixture_of_attentions"),
     "hidden_transfer": Case(

@@ -78,21 +78,22 @@ def import_tensors(
     generation: Any,
     assets: dict[str, Path],
     prepare: Callable[[Any], None] = lambda twin: None,
+    masked: bool = False,
 ) -> Program:
     """A configuration of transformers and the tensors for it, as a program.
 
     read: finds the tensors for a model of that configuration, and those of them that the source
-    holds in few bits. prepare: changes the model that is traced. dtype and errors: as
-    `import_folder`.
+    holds in few bits. prepare: changes the model that is traced. masked: whether it is a masked
+    language model. dtype and errors: as `import_folder`.
     """
     mode = fake_mode()
     wanted = dtype or getattr(config, "dtype", None) or torch.float32
-    twin = instantiate(config, wanted, mode)
+    twin = instantiate(config, wanted, mode, masked=masked)
     tensors, kept = read(twin)
     checkpoint = Checkpoint(source, twin, tensors, kept)
     if dtype is None and getattr(config, "dtype", None) is None:
         wanted = next(checkpoint.dtypes(), torch.float32)
-        twin = instantiate(config, wanted, mode)
+        twin = instantiate(config, wanted, mode, masked=masked)
         checkpoint = Checkpoint(source, twin, tensors, kept)
     _keep_float32(twin, mode, wanted)
     prepare(twin)
@@ -104,7 +105,7 @@ def import_tensors(
             return checkpoint.weight(name)
         return Weight.of(name, buffers[name].clone())
 
-    program = traced(twin, mode, weight_of, generation, assets)
+    program = traced(twin, mode, weight_of, generation, assets, masked=masked)
     return keep_stored(program, checkpoint.stored())
 
 
@@ -174,7 +175,7 @@ def read_config(folder: Path) -> Any:
 
     if not (folder / "config.json").exists():
         raise InputError(f"{folder} holds no config.json; expected a checkpoint of transformers")
-    _check_settings(folder / "config.json")
+    check_settings(folder / "config.json")
     with refusing(f"{folder}: transformers cannot read config.json", kind=UnsupportedError):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         # These may name kernels that transformers would fetch and run.
@@ -182,7 +183,7 @@ def read_config(folder: Path) -> Any:
     return config
 
 
-def _check_settings(path: Path) -> None:
+def check_settings(path: Path) -> None:
     """What transformers takes for granted. Errors: `InputError`."""
     quantized = read_object(path).get("quantization_config")
     if quantized is not None and not isinstance(quantized, dict):
@@ -215,14 +216,18 @@ def without_data(folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-def instantiate(config: Any, dtype: torch.dtype, mode: FakeTensorMode) -> Any:
-    """The model of a configuration, its parameters without data and not tied yet.
+def instantiate(
+    config: Any, dtype: torch.dtype, mode: FakeTensorMode, *, masked: bool = False
+) -> Any:
+    """The model of a configuration, its parameters without data and not tied yet. masked: a masked
+    language model.
 
     Errors: `UnsupportedError`.
     """
     from transformers import (
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
+        AutoModelForMaskedLM,
         AutoModelForSeq2SeqLM,
         AutoModelForSpeechSeq2Seq,
     )
@@ -234,7 +239,9 @@ def instantiate(config: Any, dtype: torch.dtype, mode: FakeTensorMode) -> Any:
         made = AutoModelForSeq2SeqLM if texts else AutoModelForSpeechSeq2Seq
     elif _is_in(AutoModelForImageTextToText, config) and not _is_in(made, config):
         made = AutoModelForImageTextToText  # its text path is what is traced
-    said = f"transformers makes no language model of this configuration of {config.model_type}"
+    made = AutoModelForMaskedLM if masked else made
+    what = "masked language model" if masked else "language model"
+    said = f"transformers makes no {what} of this configuration of {config.model_type}"
     unable = refusing(said, kind=UnsupportedError)
     with unable, parameters_without_data(mode), no_init_weights():
         return made.from_config(config, dtype=dtype, trust_remote_code=False).eval()
@@ -307,9 +314,12 @@ def traced(
     generation: Any,
     assets: dict[str, Path],
     wrap: Callable[[Any], Traced] = Traced,
+    *,
+    masked: bool = False,
 ) -> Program:
     """The program of a model without data. weight_of: see `import_traced`. wrap: what of the model
-    is traced. Errors: `UnsupportedError` for what cannot be."""
+    is traced. masked: whether its tokens may see later ones. Errors: `UnsupportedError` for what
+    cannot be."""
     config = twin.config
     check(twin, config.model_type)
     register()
@@ -332,7 +342,9 @@ def traced(
         return traced_pair(twin, mode, settled, info, opening, assets)
     wrapper = wrap(twin)
     info = replace(info, context=info.context - wrapper.reserved)
-    imported = import_traced(wrapper, mode, info.context, settled, outputs=wrapper.outputs)
+    imported = import_traced(
+        wrapper, mode, info.context, settled, outputs=wrapper.outputs, reads_source=masked
+    )
     program = build_program(config.model_type, imported, info, assets)
     return program.replace(plan=replace(program.plan, source=pictures_of(config, program.info)))
 

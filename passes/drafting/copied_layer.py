@@ -1,6 +1,6 @@
-"""Copies of parts of the target, for drafters that start as them: its last layer, its final norm.
+"""Copies of parts of the target, for drafters that start as them: its layers, its final norm.
 
-Whatever lies between the last two block markers is copied, so that the layer is of the target's own
+Whatever lies between two block markers is copied, so that the layer is of the target's own
 kind: with its norms, biases and experts. The weights are new ones that start as the target's; what
 depends on positions alone (the angles of rotations) is shared. `insert_kv_cache` gives the
 attention a cache of its own.
@@ -8,6 +8,7 @@ attention a cache of its own.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,19 +22,21 @@ G = torch.ops.graftwork
 
 
 def copied_layer(
-    graft: Graft, x: torch.fx.Node, positions: torch.fx.Node, name: str
+    graft: Graft, x: torch.fx.Node, positions: torch.fx.Node, name: str, which: int = -1
 ) -> torch.fx.Node:
-    """x [B,T,H] after the layer; name: prefix of its weights.
+    """x [B,T,H] after a layer; name: prefix of its weights. which: its place among the layers, the
+    last one's if none is said.
 
-    Errors: `PassError` for a step whose markers do not tell where its last layer begins, and for a
-    layer that takes more than states and positions.
+    Errors: `PassError` for a step whose markers do not tell where the layer begins, and for a layer
+    that takes more than states and positions.
     """
-    ends = [n for n in graft.markers if n.kwargs["point"] in ("embedding", "block")]
-    if len(ends) < 2 or ends[-1].kwargs["point"] != "block":
+    pairs = layers_of(graft)
+    if not -len(pairs) <= which < len(pairs):
         raise PassError(
-            f"{graft.owner}: step has no graftwork.hidden markers before and after its last layer"
+            f"{graft.owner}: step has no graftwork.hidden markers before and after its "
+            f"{'last layer' if which == -1 else f'layer {which}'}"
         )
-    start, end = ends[-2:]
+    start, end = pairs[which]
     had = set(graft.fn)
     y = _copied(graft, {start: x, graft.step.input("positions"): positions}, start, end, name)
     number = next_layer(graft)
@@ -41,6 +44,13 @@ def copied_layer(
         if node not in had:
             node.update_kwarg("layer", number)
     return graft.unmarked(y)
+
+
+def layers_of(graft: Graft) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
+    """The markers before and after each of the step's layers, in order."""
+    ends = [n for n in graft.markers if n.kwargs["point"] in ("embedding", "block")]
+    pairs = [(start, end) for start, end in pairwise(ends) if end.kwargs["point"] == "block"]
+    return pairs if ends and ends[-1].kwargs["point"] == "block" else []
 
 
 def copied_norm(graft: Graft, x: torch.fx.Node, name: str) -> torch.fx.Node:

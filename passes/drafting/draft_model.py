@@ -82,7 +82,7 @@ class DraftModel(RecordPass):
         return self.drafter.endswith(")")
 
     def run(self, program: Program) -> Outcome:
-        guest = self._drafting(guest_of(program, self.model, self.name, NAME))
+        guest = as_draft(guest_of(program, self.model, self.name, NAME), self.candidates)
         merged = with_step_of(program, guest, self.model, NAME, Role.DRAFT)
         short = guest.info.context < program.info.context
         context = guest.info.context if short else None
@@ -111,22 +111,23 @@ class DraftModel(RecordPass):
         given = {f.name: getattr(draft, f.name) for f in fields(draft)}
         return program, StagedDraft(**given, drafter=inner)
 
-    def _drafting(self, guest: Program) -> Program:
-        """The guest with the outputs of a draft function."""
-        fn = guest.step.copy()
-        with fn.graph.inserting_before(fn.output_node):
-            count = min(self.candidates, guest.info.vocab_size)
-            outputs = candidates(fn, fn.outputs["logits"], count)
-        fn.set_outputs(outputs)
-        # What it says is verified, so products of few bits may be whole numbers', whatever its
-        # format means. Nobody trains it by its weights' names, so it is merged as the target is.
-        round_products(guest, fn)
-        merger = Merger(fn, guest.weights)
-        merger.merge_attention()
-        merger.merge_gates()
-        sweep(fn)
-        markers = fn.calls(G.hidden.default)
-        picked = fn.copy()
-        if markers and not pick_after(picked, picked.calls(G.hidden.default)[-1], "draft_logits"):
-            fn = picked
-        return guest.with_function(fn, weights=merger.weights)
+
+def as_draft(guest: Program, count: int) -> Program:
+    """The guest with the outputs of a draft function, `count` best tokens among them."""
+    fn = guest.step.copy()
+    with fn.graph.inserting_before(fn.output_node):
+        count = min(count, guest.info.vocab_size)
+        outputs = candidates(fn, fn.outputs["logits"], count)
+    fn.set_outputs(outputs)
+    # What it says is verified, so products of few bits may be whole numbers', whatever its
+    # format means. Nobody trains it by its weights' names, so it is merged as the target is.
+    round_products(guest, fn)
+    merger = Merger(fn, guest.weights)
+    merger.merge_attention()
+    merger.merge_gates()
+    sweep(fn)
+    markers = fn.calls(G.hidden.default)
+    picked = fn.copy()
+    if markers and not pick_after(picked, picked.calls(G.hidden.default)[-1], "draft_logits"):
+        fn = picked
+    return guest.with_function(fn, weights=merger.weights)

@@ -123,6 +123,11 @@ class Pass(BaseModel):
         return ()
 
     @property
+    def masked(self) -> bool:
+        """Whether `models` are masked language models (see `frontends.import_masked`)."""
+        return False
+
+    @property
     def files(self) -> tuple[str, ...]:
         """Paths of files, or folders of them, that it reads; "" for one that the user has yet to
         name by the option path."""
