@@ -111,11 +111,12 @@ class StagedProposer(Proposer):
         self.inner.ahead([()] * len(prompts), nothing)  # which tells whether it can
 
     def read(self, fed: UnverifiedStep) -> None:
+        """Rows are made once there are as many as may be fed at once: what is left is the first
+        draft's, and texts that never draft pay for none."""
         ends = [start + len(row) for start, row in zip(fed.starts, fed.rows, strict=True)]
         # The last token's turn comes with the first draft.
-        self._catch_up(
-            [min(e, len(s.tokens) - 1) for e, s in zip(ends, self.sequences, strict=True)]
-        )
+        last = [min(e, len(s.tokens) - 1) for e, s in zip(ends, self.sequences, strict=True)]
+        self._catch_up(last, self.cache.widest - 1)
 
     def observe(self, taken: VerifiedStep) -> None:
         super().observe(taken)
@@ -133,8 +134,12 @@ class StagedProposer(Proposer):
             self.sequences[index].rows = min(int(memo["staged"]), count)
         super().resume(index, memo, count)
 
+    def bring_up(self, usual: int) -> bool:
+        return any([self._catch_up(self._last(), usual), self.inner.bring_up(usual)])
+
     def root(self, count: int) -> Level:
-        self._catch_up([len(s.tokens) - 1 for s in self.sequences])
+        # What a draft leaves, and the target's own token, are fed with the first guesses.
+        self._catch_up(self._last(), min(self.levels + 1, self.cache.widest - 2))
         for sequence in self.sequences:
             sequence.begin()
         self._ask()
@@ -163,16 +168,24 @@ class StagedProposer(Proposer):
 
     # -- the model
 
-    def _catch_up(self, ends: Sequence[int]) -> None:
-        """Make the rows of the texts up to `ends`, as many as fit at a time."""
+    def _last(self) -> list[int]:
+        """The last token of each text, which is asked for what follows."""
+        return [len(sequence.tokens) - 1 for sequence in self.sequences]
+
+    def _catch_up(self, ends: Sequence[int], left: int) -> bool:
+        """Make the rows of the texts up to `ends`, as many as fit at a time, where one lacks more
+        than `left` of them; whether one did."""
+        ran = False
         while True:
             rows = []
             for sequence, end in zip(self.sequences, ends, strict=True):
                 last = min(end, sequence.rows + self.cache.widest) if sequence.alive else 0
                 rows.append(sequence.tokens[sequence.rows : last])
-            if not any(rows):
-                return
+            pairs = zip(self.sequences, ends, strict=True)
+            if not any(one.alive and end - one.rows > left for one, end in pairs):
+                return ran
             self._run(rows, None)
+            ran = True
             for sequence, row in zip(self.sequences, rows, strict=True):
                 sequence.rows += len(row)
 
