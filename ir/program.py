@@ -181,8 +181,8 @@ class Program:
 
     def states_of(self, function: str) -> tuple[str, ...]:
         """The states that a function reads."""
-        reads = self.function(function).has_input
-        return tuple(name for name in self.states if reads(name))
+        read = {node.target for node in self.function(function).inputs}
+        return tuple(name for name in self.states if name in read)
 
     def shared_with(self, function: str) -> tuple[str, ...]:
         """The target's states that a function reads which drafts, and does not write."""

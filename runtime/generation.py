@@ -11,7 +11,7 @@ import torch
 
 from ..ir import GraftworkWarning, Program
 from ..ir.execution.analysis import part_of
-from ..ir.execution.executable import Executable, Planned
+from ..ir.execution.executable import Executable, Planned, fact
 from ..ir.ops.parallel import agreed_seed
 from ..ir.plan import DecodePlan, Encoded, Record, untrained
 from ..ir.plan.depth import DepthRecord, ThresholdDepth
@@ -77,7 +77,7 @@ def generate(
     are NaN; `UnsupportedError` for a program or plan that the runtime cannot carry out. Warns
     (`GraftworkWarning`) of untrained drafters.
     """
-    asked = _seeded(options, executable.program)
+    asked = _seeded(options, executable)
     request = read_request(input_ids, asked, executable.program)
     _remark(executable.program.plan, request)
     if request.search is not None:
@@ -125,9 +125,9 @@ def _heard(executable: Executable, sources: torch.Tensor, plan: Encoded) -> list
     return [plan.languages[plan.language_tokens.index(token)] for token in tokens]
 
 
-def _seeded(options: Mapping[str, Any], program: Program) -> Mapping[str, Any]:
+def _seeded(options: Mapping[str, Any], executable: Executable) -> Mapping[str, Any]:
     """The options; where processes share a program, with one seed, so that all draw alike."""
-    _, parts = part_of(program)
+    _, parts = fact(executable, part_of)
     chosen = options.keys() & {"seed", "generator"}
     return options if parts == 1 or chosen else {**options, "seed": agreed_seed()}
 

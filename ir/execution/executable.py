@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 
 from ..plan import DecodePlan
 from ..program import Program
 from ..support.threads import Turn
+
+T = TypeVar("T")
 
 Outputs: TypeAlias = dict[str, torch.Tensor]
 """Tensors by the names of a function's outputs."""
@@ -176,6 +178,16 @@ class Executable(Protocol):
 
     def kernels(self) -> tuple[KernelUse, ...]:
         """Kernels of calls with quantized weights in compiled functions."""
+
+
+def fact(executable: Executable, find: Callable[[Program], T]) -> T:
+    """What `find` says of the executable's program, which stays as it is: found once. Plans may
+    differ (`Planned`): it must not look at them."""
+    known = executable.scratch(fact, shared=True)
+    if find not in known:
+        known[find] = find(executable.program)
+    found: T = known[find]
+    return found
 
 
 class Planned:

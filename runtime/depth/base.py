@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...ir import Program
 from ...ir.execution.analysis import blocks_of
-from ...ir.execution.executable import Executable
+from ...ir.execution.executable import Executable, fact
 from ...ir.plan import FullDepth, untrained
 from ..asking.text import Text
 from ..feeding.feed import Feeder, StepFeed
@@ -29,10 +30,11 @@ class DepthPolicy(Resumes):
     def __init__(self, record: Any, executable: Executable) -> None:
         self.record, self.executable = record, executable
         program = executable.program
-        self.total = len(blocks_of(program.step))
+        layers = fact(executable, _layers)
+        self.total = layers[program.step.name]
         self.ran: float = self.total
         *self.parts, self.head = program.plan.step.parts or (program.step.name, "")
-        self.sizes = [len(blocks_of(program.function(part))) for part in self.parts]
+        self.sizes = [layers[part] for part in self.parts]
 
     def begin(self, feeder: Feeder, texts: Sequence[Text]) -> None:
         """A generation of new sequences starts, whose prompts run through all layers."""
@@ -41,6 +43,11 @@ class DepthPolicy(Resumes):
     def feed(self, step: StepFeed) -> Outputs:
         """Run a step; every output has its columns."""
         return self.feeder.run(step)
+
+
+def _layers(program: Program) -> dict[str, int]:
+    """How many layers each function has."""
+    return {name: len(blocks_of(function)) for name, function in program.functions.items()}
 
 
 DEPTHS: Registry[DepthPolicy] = Registry(__package__)
