@@ -452,6 +452,27 @@ def test_a_session_keeps_no_memory_of_prompts(monkeypatch: pytest.MonkeyPatch) -
     assert took == [[False, False], [True, False]]
 
 
+def test_what_is_bound_stays_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of all lengths, of all sequences: what was used longest ago is forgotten, whichever
+    sequence it was, and the answers are those of a session that forgets nothing."""
+    program, found = cached_llama(Shape()), []
+    for most in (64, 3):
+        monkeypatch.setattr(step, "BOUND", most)
+        whole = executable(program)
+        whole.begin(2, 64)
+        parts = [whole.sequences(0, 1), whole.sequences(1, 1)]
+        said = []
+        for width in (5, 4, 3, 2):
+            for part in parts:
+                said.append(part.run("step", step_of(width), ["logits"])["logits"].clone())
+                said.append(parts[0].run("step", step_of(1), ["logits"])["logits"].clone())
+        (own,), (other,) = (part._made["step"].values() for part in parts)
+        found.append((said, [shapes[0][1] for shapes in own.bound], len(other.bound)))
+    assert all(map(torch.equal, found[0][0], found[1][0]))
+    assert found[0][1:] == ([5, 1, 4, 3, 2], 4)
+    assert found[1][1:] == ([1, 2], 1)  # what comes every time stays
+
+
 def test_why_the_mixtures_kernel_is_not_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     probe.mixtures_work.cache_clear()
     assert probe.mixtures_work("cpu", torch.float32) and probe.mixtures_work("cpu", torch.float16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from recurrent_archs import RECURRENT
 
 import graftwork as gw
 from graftwork.ir import InputError, UnsupportedError
+from graftwork.runtime.serving import engine as engines
 from graftwork.runtime.serving.engine import Engine
 from graftwork.runtime.serving.ticket import End, QueueFull, Reason, Ticket
 
@@ -111,6 +113,19 @@ def test_answers_are_those_of_requests_alone(model: gw.Model) -> None:
     assert figures.reused_tokens >= 70, "texts that begin alike were read anew each time"
     assert figures.new_tokens == sum(map(len, wanted))
     assert (figures.running, figures.waiting) == (0, 0)
+
+
+def test_memory_is_given_back(model: gw.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not every turn: it takes milliseconds."""
+    given: list[float] = []
+    engine = Engine(model.executable, slots=2)
+    now = iter(range(0, 10**6, 10))
+    engine.clock = lambda: next(now)
+    monkeypatch.setattr(engines, "give_back", lambda: given.append(engine.figures.busy))
+    client = Client().ask(engine, ([5, 6, 7], {"max_new_tokens": 9, "do_sample": False}))
+    assert client.reason() is Reason.LENGTH
+    engine.close()
+    assert given and all(after - before >= 30 for before, after in itertools.pairwise(given))
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from .repeated import RepeatedCall
 from .routing import COUNTED, Route, Router
 from .rows_quantized import needs_packing
 from .session import open_session
-from .step import Step
+from .step import SessionMemory, Step
 from .store import WeightFile, store
 from .threads import Threads
 from .wide import widen
@@ -59,7 +59,7 @@ class Opened(NamedTuple):
 
     function: Function
     session: Any
-    memory: dict[str, torch.Tensor]
+    memory: SessionMemory
 
 
 class OnnxExecutable(StatefulExecutable):
@@ -239,7 +239,7 @@ class OnnxExecutable(StatefulExecutable):
             raise
         except Exception as error:  # the library's error types are not public
             raise execution_error(function, error) from error
-        return Opened(fn, session, {})
+        return Opened(fn, session, SessionMemory())
 
 
 def _stream(target: Target) -> Stream | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,8 @@ from .session import as_graph, giving_back, records_graphs
 _WIDTH = Sym("T")
 
 BOUND = 64
-"""Combinations of input shapes that stay bound: trees and drafts come in a few dozen widths."""
+"""Combinations of input shapes that stay bound in a session: trees and drafts come in a few dozen
+widths, prompts in all lengths. One takes some 50 kB."""
 
 WIDE = 256
 """Tokens of a run after which the session gives back its memory: of prompts, and of batches of
@@ -70,13 +72,41 @@ class Bound:
         return {name: self.outputs[name] for name in fetch}
 
 
+class SessionMemory:
+    """A session's memory for inputs and outputs, and which of its steps are bound to it: one runs
+    at a time, on whichever states. flat: by the input's or output's name."""
+
+    def __init__(self) -> None:
+        self.flat: dict[str, torch.Tensor] = {}
+        self._used: OrderedDict[tuple[weakref.ref[Step], Any], None] = OrderedDict()
+
+    def note(self, step: Step, shapes: Any) -> None:
+        """A step used what it is bound to for these shapes; what was used longest ago is forgotten
+        where there is too much."""
+        key = weakref.ref(step), shapes
+        self._used[key] = None
+        self._used.move_to_end(key)
+        if len(self._used) > BOUND:
+            self._forget(*self._used.popitem(last=False)[0])
+
+    def clear(self) -> None:
+        """Nothing is bound any more."""
+        while self._used:
+            self._forget(*self._used.popitem()[0])
+
+    @staticmethod
+    def _forget(owner: weakref.ref[Step], shapes: Any) -> None:
+        if (step := owner()) is not None:
+            step.bound.pop(shapes, None)
+
+
 class Step:
     """A session, its buffers for inputs and outputs, and what they are bound to.
 
     stream: where the session's device is another than the host's memory, what it works in.
     records: whether steps on bound memory are recorded as graphs (`session.records_graphs`); what
     they read in the host's memory, `total`, is then as it was when they were. memory: for inputs
-    and outputs, which steps of the session on other states may use, too.
+    and outputs, shared with steps of the session on other states.
     """
 
     def __init__(
@@ -85,7 +115,7 @@ class Step:
         session: Any,
         states: StateBuffers,
         stream: Stream | None = None,
-        memory: dict[str, torch.Tensor] | None = None,
+        memory: SessionMemory | None = None,
     ) -> None:
         self.function, self.session, self.states = function, session, states
         self.stream = stream
@@ -109,7 +139,7 @@ class Step:
         self.outputs = {n: type_of(v) for n, v in outputs.items() if n not in states.tensors}
         self.targets = {name: output_name(function, name) for name in outputs}
         self.symbols = _symbols(self.inputs)
-        self.memory: dict[str, torch.Tensor] = {} if memory is None else memory
+        self.memory = memory or SessionMemory()
         self.bound: dict[Any, Bound] = {}
         self.epoch = states.epoch
 
@@ -131,6 +161,7 @@ class Step:
         if bound is None:
             bound = self.bind(inputs)
             self.bound[shapes] = bound
+        self.memory.note(self, shapes)
         for feed in bound.feeds:
             feed.take(inputs[feed.name])
         self.go(bound, inputs)
@@ -216,20 +247,20 @@ class Step:
         It grows at least twofold: held calls keep what they were bound to, and all that is kept
         must not add up to more than what there is now.
         """
-        if len(self.bound) >= BOUND:
-            self.bound.clear()
         for name, type in types.items():
             count = math.prod(type.shape)
-            flat = self.memory.get(name)
+            flat = self.memory.flat.get(name)
             if flat is None or flat.numel() < count:
-                self.bound.clear()
+                self.memory.clear()
                 grown = 0 if flat is None else 2 * flat.numel()
                 device = self.states.device if name.endswith(" out") else None
-                self.memory[name] = torch.empty(max(count, grown), dtype=type.dtype, device=device)
+                self.memory.flat[name] = torch.empty(
+                    max(count, grown), dtype=type.dtype, device=device
+                )
 
     def _buffer(self, name: str, type: TensorType) -> torch.Tensor:
         """Memory of a type; the same memory for every shape, because one runs at a time."""
-        return self.memory[name][: math.prod(type.shape)].view(type.shape)
+        return self.memory.flat[name][: math.prod(type.shape)].view(type.shape)
 
 
 def _bind(bind: Any, name: str, tensor: torch.Tensor, device: str) -> None:

@@ -28,6 +28,7 @@ import torch
 
 from ...ir import InputError, Program, UnsupportedError
 from ...ir.execution.executable import Executable
+from ...ir.support.memory import give_back
 from ..asking.request import Request, read_request
 from ..cache.base import CACHES
 from ..cache.conversations import MOST
@@ -43,6 +44,10 @@ CHUNK = 64
 
 LEAST = 256
 """Tokens that a request may have at least."""
+
+GIVE_BACK = 30.0
+"""Seconds of work after which freed memory is given back to the system: pieces of prompts of all
+lengths leave holes that the C library keeps, more of them the longer a server runs."""
 
 
 @dataclass
@@ -106,7 +111,7 @@ class Engine:
         self._changed = threading.Condition()
         self._closing = False
         self._feeders: dict[tuple[int, int], Feeder] = {}
-        self._turns = 0
+        self._turns, self._given = 0, 0.0
         ready: list[BaseException | None] = []
         self._ready = threading.Event()
         self._thread = threading.Thread(
@@ -208,6 +213,9 @@ class Engine:
                 begun = self.clock()
                 self._turn()
                 self.figures.busy += self.clock() - begun
+                if self.figures.busy - self._given >= GIVE_BACK:
+                    self._given = self.figures.busy
+                    give_back()
             for slot in self._taken():
                 self._end(slot, Reason.CLOSED)
             while ticket := self._next():
