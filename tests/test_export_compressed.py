@@ -203,6 +203,15 @@ def test_tied_tables_and_heads(tmp_path: Path) -> None:
     assert torch.equal(made.generate(PROMPT, **OPTIONS), again.generate(PROMPT, **OPTIONS))
 
 
+def test_what_is_left_out_is_said(tmp_path: Path) -> None:
+    """A checkpoint has no place for a cache of few bits, nor for layers' logits."""
+    said = recipe("4 bits")
+    said["passes"] += [{"quantize_cache": {}}, {"contrast_layers": {}}]
+    made = gw.optimize(saved(tmp_path / "model"), said, target=EAGER)
+    with pytest.warns(GraftworkWarning, match="quantize_cache, contrast_layers are left out"):
+        made.export_compressed_tensors(tmp_path / "out")
+
+
 def test_the_command_line(tmp_path: Path) -> None:
     """`graftwork export --format compressed-tensors`."""
     folder = saved(tmp_path / "model")

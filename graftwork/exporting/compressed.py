@@ -37,10 +37,12 @@ from ..ir import (
     type_of,
 )
 from ..ir.ops.quantized import LOOK_UPS
+from ..ir.plan.contract import Contract
 from ..ir.rewrite.stored import are_weights, values_of
 from ..ir.support.files import LARGE, read_bytes, read_json
 from ..ir.support.scratch import replacing
 from ..ir.weights import Call
+from ..passes.engine.base import Effect, all_passes
 from .compressed_layout import BYTES, Scheme, stored
 from .parameters import STACKS, Parameters, Rows
 
@@ -51,6 +53,7 @@ CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 def export_compressed_tensors(program: Program, folder: Path) -> Path:
     """Write the folder, without drafters; returns it.
 
+    Warns (`GraftworkWarning`) of what the recipe changes besides weights, which is left out too.
     Errors: `UnsupportedError` for weights that the format cannot represent (codebooks, offsets that
     are no multiple of the scale, permuted channels), `InputError` for a program without config.json
     or without quantized weights.
@@ -64,6 +67,13 @@ def export_compressed_tensors(program: Program, folder: Path) -> Path:
     twin = without_data(program.assets[CONFIG].parent, hidden)
     writer = _Checkpoint(program, twin, CheckpointNames(twin))
     weights = writer.weights()
+    if left := _left_out(program):
+        warnings.warn(
+            f"a checkpoint holds weights: {', '.join(left)} {'is' if len(left) == 1 else 'are'} "
+            f"left out, and whoever loads it decodes without",
+            GraftworkWarning,
+            stacklevel=3,
+        )
     config = {**read_json(program.assets[CONFIG]), **writer.config(hidden)}
     with replacing(folder) as new:
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -72,6 +82,16 @@ def export_compressed_tensors(program: Program, folder: Path) -> Path:
             if name != CONFIG:
                 (new / name).write_bytes(read_bytes(source, LARGE))
     return folder
+
+
+def _left_out(program: Program) -> list[str]:
+    """Passes that change what is written to a text by other means than weights."""
+    passes = {record.name: all_passes()[record.name] for record in program.provenance}
+    return [
+        name
+        for name, made in passes.items()
+        if made.contract is Contract.APPROXIMATE and made.effects - {Effect.WEIGHT_NUMERICS}
+    ]
 
 
 def _write(folder: Path, weights: list[Weight]) -> None:
