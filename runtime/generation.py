@@ -100,7 +100,8 @@ def generate(
         return Generated(sequences, stats, scores, logits)
     found = request.search.best
     stats.new_tokens = sum(len(text.tokens) for text in found)
-    chosen = torch.tensor([text.score for text in found]) if scores else None
+    wanted = scores or request.beams is None
+    chosen = torch.tensor([text.score for text in found]) if wanted else None
     beams = filled([text.beams for text in found], -1) if scores else None
     return Generated(sequences, stats, scores, logits, chosen, beams)
 

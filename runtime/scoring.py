@@ -146,7 +146,8 @@ class _Scoring:
         """Logits of a piece, [] if none are fetched. The step may be wider than the piece."""
         text, count = self.texts[0], piece.shape[1]
         feeder.make_room(text.rows + width)
-        given = chain_inputs(torch.nn.functional.pad(piece, (0, width - count)), text.rows)
+        padded = torch.nn.functional.pad(piece, (0, width - count))
+        given = chain_inputs(padded, text.rows, feeder.mixed)
         positions = given["positions"] + (text.position - text.rows)
         given["positions"] = positions.clamp(max=feeder.context - 1)
         given["certain"] = torch.full_like(given["certain"], count)

@@ -169,6 +169,30 @@ def test_generate_from_a_checkpoint_and_from_an_artifact(
     assert len(result["ids"]) == result["stats"]["new_tokens"] <= 12
 
 
+def test_generate_writes_several_texts(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sampled, or out of one row; a recipe that does neither says what is lacking."""
+    (tmp_path / "corpus.txt").write_text(TEXT[1])
+    args = ("--prompt", TEXT[0], "--max-new-tokens", 5, "--target", CPU)
+    three = (*args, "--num-return-sequences", 3)
+    own = ("--recipe", "superposed", "--set", f"superpose.path={tmp_path / 'corpus.txt'}")
+    code, out, errors = run(capsys, "generate", checkpoint, *three, *own, "--json")
+    assert code == 0, errors
+    found = json.loads(out)["texts"]
+    scores = [each["score"] for each in found]
+    assert len({each["text"] for each in found}) == 3 and scores == sorted(scores, reverse=True)
+    code, out, errors = run(capsys, "generate", checkpoint, *three, *own)
+    assert code == 0 and out == "".join(f"- {each['text']!r}\n" for each in found), errors
+    sampled = ("--temperature", 1, "--seed", 3)
+    code, out, _ = run(capsys, "generate", checkpoint, *three, *sampled)
+    assert code == 0 and out.count("\n- ") == 2
+    code, _, errors = run(capsys, "generate", checkpoint, *three)
+    assert code == 2 and "add do_sample=True" in errors
+    code, _, errors = run(capsys, "generate", checkpoint, *three, *own, "--stop", "x")
+    assert code == 2 and "--stop ends one text" in errors
+
+
 @pytest.mark.long
 def test_generate_writes_from_a_source(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

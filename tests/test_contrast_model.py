@@ -194,3 +194,13 @@ def test_other_tokens_are_refused(tmp_path: Path) -> None:
     }
     with pytest.raises(PassError, match=r"the tokenizers of .* differ"):
         gw.optimize(demo, gw.Recipe.load(recipe), target="eager")
+
+
+def test_guidance_by_another_prompt_is_refused(weak: Path) -> None:
+    """What is ruled out behind the one prompt would win behind the other."""
+    layers = gw.optimize(source(), "dola", target="eager")
+    for contrasting in (model("eager", weak), layers):
+        with pytest.raises(InputError, match=r"guidance_scale: .* contrasts logits in its step"):
+            contrasting.generate(torch.tensor(PROMPTS), guidance_scale=1.5, do_sample=False)
+        assert contrasting.compiled is None
+    layers.generate(torch.tensor(PROMPTS), guidance_scale=1.0, do_sample=False, max_new_tokens=1)

@@ -8,7 +8,7 @@ from ...ir import Program, UnsupportedError
 from ...ir.plan import DecodePlan
 from .chains_in_graph import chain_of
 from .depths_in_graph import depth_of
-from .step_limits import refuse_ahead, refuse_packed
+from .step_limits import refuse_ahead, refuse_inputs
 
 G = torch.ops.graftwork
 
@@ -34,7 +34,7 @@ def check_loop(program: Program, sample: bool, contrib: bool) -> None:
     """Whether a program can become one loop, see `generation`. Errors: `UnsupportedError`."""
     plan = program.plan
     refuse_ahead(program)
-    refuse_packed(program)
+    refuse_inputs(program)
     if strange := strange_to_loops(plan):
         said = ", ".join(f"{slot}={getattr(plan, slot).brief}" for slot in strange)
         raise UnsupportedError(

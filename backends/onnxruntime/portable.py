@@ -48,7 +48,7 @@ from .attention import SEQLENS, TOTAL, lower_attention
 from .calls import source_of
 from .lower import drop_ancestors, erase_markers, finish
 from .norms import fuse_norms
-from .step_limits import refuse_more, refuse_moves, refuse_packed
+from .step_limits import refuse_inputs, refuse_more, refuse_moves
 from .views import simplify_views
 
 A = torch.ops.aten
@@ -92,7 +92,7 @@ def portable(program: Program, *, plain: bool = False, contrib: bool = True) -> 
     """
     step = program.step
     refuse_moves(program)
-    refuse_packed(program)
+    refuse_inputs(program)
     if not plain:
         refuse_more(program)
     else:

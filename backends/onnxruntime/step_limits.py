@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...ir import Program, UnsupportedError
-from ...ir.plan.inputs import PACKED
+from ...ir.plan.inputs import PACKED, SHARES
 
 
 def refuse_moves(program: Program) -> None:
@@ -17,13 +17,20 @@ def refuse_moves(program: Program) -> None:
         )
 
 
-def refuse_packed(program: Program) -> None:
-    """Errors: `UnsupportedError` for a step that is told which of its columns have tokens."""
+def refuse_inputs(program: Program) -> None:
+    """Errors: `UnsupportedError` for a step that is told which of its columns have tokens, or what
+    they are mixed of."""
     if program.step.has_input(PACKED):
         raise UnsupportedError(
             f"{program.name} packs the tokens of a batch (pass pack_tokens), which graphs that are "
             f"exported are not fed with: save it and load it with graftwork, or export the recipe "
             f"without pack_tokens, whose texts are the same"
+        )
+    if program.step.has_input(SHARES):
+        raise UnsupportedError(
+            f"{program.name} is fed mixtures of tokens (pass superpose), which graphs that are "
+            f"exported are not: save it and load it with graftwork, or export the recipe without "
+            f"superpose, whose greedy texts are the same"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +63,9 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="Sample among this many tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Sample within this probability.")] = None,
     seed: Annotated[int | None, typer.Option(help="Random seed of sampling.")] = None,
+    num_return_sequences: Annotated[
+        int, typer.Option(min=1, help="So many texts: sampled, or by a recipe such as superposed.")
+    ] = 1,
     json_schema: Annotated[
         str | None,
         typer.Option(metavar="FILE|JSON", help="The text is JSON that fits this schema."),
@@ -84,7 +87,7 @@ def generate(
     stops, given = [check_stop(text) for text in stop], template_text(template)
     set_ = [*set_, *draft]
     alike = stream and not (json_ or chat or stop or data or top_k or top_p or seed is not None)
-    alike = alike and json_schema is None
+    alike = alike and json_schema is None and num_return_sequences == 1
     text, schema = _text(prompt, file), _schema(json_schema)
     key = ready_key(model, recipe, set_, target) if alike else None
     greedy = None if temperature is None else not temperature
@@ -102,6 +105,10 @@ def generate(
 
         options = {"top_k": top_k, "top_p": top_p, "seed": seed, "max_new_tokens": max_new_tokens}
         options["json_schema"] = schema
+        if num_return_sequences > 1:
+            options["num_return_sequences"] = num_return_sequences
+            require(not stop, "--stop ends one text: leave it out, or --num-return-sequences")
+            stream = False
         keywords: dict[str, Any] = {n: value for n, value in options.items() if value is not None}
         keywords |= decoding(temperature)
         check_keywords(keywords)
@@ -228,17 +235,31 @@ def _write(
     first()
     stats: Stats = result.stats
     contract = str(opened.recipe.get("contract", ""))
-    new = result.sequences[0, begun:].tolist()
-    ended = bool(new) and new[-1] in ends
-    text, stopped = cut(decode(tokenizer, new[:-1] if ended else new), stops)
-    if json_:
+    found = []
+    for new in result.sequences[:, begun:].tolist():
+        if len(result.sequences) > 1:
+            new = _without_filler(new, ends)
+        ended = bool(new) and new[-1] in ends
+        text, stopped = cut(decode(tokenizer, new[:-1] if ended else new), stops)
         finish = "stop" if ended or stopped else "length"
-        found = {"text": text, "ids": new, "finish_reason": finish, "stats": stats.to_dict()}
-        print(json.dumps(found))
+        found.append({"text": text, "ids": new, "finish_reason": finish})
+    if result.sequences_scores is not None:
+        for each, score in zip(found, result.sequences_scores.tolist(), strict=True):
+            each["score"] = score
+    if json_:
+        several = {"texts": found} if len(found) > 1 else found[0]
+        print(json.dumps({**several, "stats": stats.to_dict()}))
         return
     if not stream:
-        print(text)
+        for each in found:
+            print(each["text"] if len(found) == 1 else f"- {each['text']!r}")
     _say(stats, contract)
+
+
+def _without_filler(tokens: list[int], ends: Collection[int]) -> list[int]:
+    """The tokens up to the first one that ends a text."""
+    last = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: last + 1]
 
 
 def _text(prompt: str | None, file: Path | None) -> str:
@@ -292,4 +313,4 @@ def _check_room(text: str, keywords: Mapping[str, Any], info: ModelInfo, tokeniz
     check_length(read, text, info.context)
     count = len(encode(read, text))
     anything = replace(info, vocab_size=info.vocab_size or 1 << 62)  # unknown for ONNX graphs
-    read_options(keywords, anything).new_tokens(count, count, info)
+    read_options(keywords, anything, several=True).new_tokens(count, count, info)

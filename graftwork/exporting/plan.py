@@ -29,7 +29,7 @@ from ..backends.onnxruntime.emit import emit, output_name
 from ..backends.onnxruntime.loop_limits import strange_to_loops
 from ..backends.onnxruntime.lower import Variant, has_states, lower, piece_of
 from ..backends.onnxruntime.routing import Router
-from ..backends.onnxruntime.step_limits import refuse_ahead, refuse_packed
+from ..backends.onnxruntime.step_limits import refuse_ahead, refuse_inputs
 from ..backends.onnxruntime.store import WeightFile, store
 from ..backends.target import Target
 from ..ir import Function, Program, State, UnsupportedError, type_of
@@ -79,7 +79,7 @@ def export_onnx_plan(program: Program, folder: Path) -> Path:
             f"again and again: run the pass insert_kv_cache, or a recipe, such as baseline"
         )
     refuse_ahead(program)
-    refuse_packed(program)
+    refuse_inputs(program)
 
     def fill(new: Path) -> None:
         weights = WeightFile(new / WEIGHTS)

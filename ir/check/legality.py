@@ -145,7 +145,7 @@ def _misfits(plan: DecodePlan) -> Iterator[str]:
                 f"cache={plan.cache.brief} {keeps}: draft inside the "
                 f"step (unroll_draft, fuse_draft), or with a drafter without a cache"
             )
-    for part in (tree, plan.length, plan.verify, plan.depth, plan.cache):
+    for part in (plan.step, tree, plan.length, plan.verify, plan.depth, plan.cache):
         yield from part.misfits(plan)
 
 

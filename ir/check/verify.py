@@ -170,7 +170,9 @@ class _Checker:
         fed = INPUTS.get(str(node.target))
         if self.function.role is Role.TARGET and fed is not None and fed.form:
             # Before the less clear errors of ops that read it.
-            self.same_type(node, f"the input {node.target}", fed.type, given)
+            count = given.dims[-1] if given.dims else 1
+            own = {"K": count} if isinstance(count, int) else {}
+            self.same_type(node, f"the input {node.target}", fed.type.bind(own), given)
         plain = [d.symbols for d in given.dims if isinstance(d, Sym) and d.plain]
         self.symbols |= set().union(*plain)
 

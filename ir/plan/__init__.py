@@ -26,6 +26,7 @@ from .length import *
 from .skipping import *
 from .source import *
 from .step import *
+from .superposed import *
 from .tree import *
 from .verify import *
 

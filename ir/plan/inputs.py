@@ -3,7 +3,8 @@
 A function takes those of `INPUTS` that it needs, and states. The verifier holds the target's
 functions to the types, the feeder and the draft cache fill the inputs by these names, and passes
 that add one take its type from here. In a step of a batch of B sequences each is fed T tokens
-behind its `past` rows; S of them are chosen, and only their logits are wanted. A function that
+behind its `past` rows; S of them are chosen, and only their logits are wanted. K is a number that
+the function says. A function that
 packs (see the pass `pack_tokens`) runs the N tokens that there are, where some sequences have fewer
 than T.
 """
@@ -13,10 +14,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..types import TensorType
+
+if TYPE_CHECKING:
+    from ..function import Function
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,11 @@ INPUTS: Mapping[str, Input] = MappingProxyType(
             "the two tokens before each, the text's first where there are fewer, for functions "
             "that draft",
         ),
+        "mixed": Input(
+            "i64[B,T,K]",
+            "tokens whose embeddings are mixed into each token's: see the pass superpose",
+        ),
+        "shares": Input("f32[B,T,K]", "their parts of the mixture; a token's own is what is left"),
         "ancestors": Input(
             "bool[B,T,T]",
             "whether a token (row) continues another (column), itself included; without it the "
@@ -71,6 +81,7 @@ INPUTS: Mapping[str, Input] = MappingProxyType(
 )
 
 ANCESTORS = "ancestors"
+MIXED, SHARES = "mixed", "shares"
 BEFORE = "before"
 SEEN = "seen"
 TARGET = "target"
@@ -90,9 +101,15 @@ def whole_rows(batch: int, width: int) -> dict[str, torch.Tensor]:
     return {"packed": row, "places": columns, "picked": row, "shown": columns}
 
 
-def chain_inputs(tokens: torch.Tensor, past: int = 0) -> dict[str, torch.Tensor]:
+def nothing_mixed(batch: int, width: int, count: int) -> dict[str, torch.Tensor]:
+    """What a function that mixes `count` tokens into each is fed where every token is itself."""
+    shape = batch, width, count
+    return {MIXED: torch.zeros(shape, dtype=torch.int64), SHARES: torch.zeros(shape)}
+
+
+def chain_inputs(tokens: torch.Tensor, past: int = 0, mixed: int = 0) -> dict[str, torch.Tensor]:
     """The inputs by name that feed `tokens` i64[B,T] as chains behind `past` rows, all chosen,
-    none to be taken back."""
+    none to be taken back. mixed: see `mixed_into`."""
     batch, width = tokens.shape
     steps = torch.arange(width)
     return {
@@ -103,5 +120,13 @@ def chain_inputs(tokens: torch.Tensor, past: int = 0) -> dict[str, torch.Tensor]
         "certain": torch.full((batch,), width),
         "select": steps.expand(batch, width),
         **whole_rows(batch, width),
+        **nothing_mixed(batch, width, mixed),
         ANCESTORS: torch.ones(width, width, dtype=torch.bool).tril().expand(batch, width, width),
     }
+
+
+def mixed_into(function: Function) -> int:
+    """How many tokens a function may mix into each; 0 where it takes tokens alone."""
+    if not function.has_input(SHARES):
+        return 0
+    return int(function.input(SHARES).meta["type"].dims[-1])

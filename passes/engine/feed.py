@@ -9,7 +9,7 @@ import torch.fx
 
 from ...ir import LOG, SOURCE, Function, Program, run, type_of
 from ...ir.plan import Encoded
-from ...ir.plan.inputs import chain_inputs
+from ...ir.plan.inputs import chain_inputs, mixed_into
 from ...ir.rewrite.cleanup import sweep
 
 SOURCE_ROWS = 24
@@ -66,7 +66,7 @@ def empty_inputs(program: Program, function: str, tokens: torch.Tensor) -> dict[
         str(state.capacity): tokens.shape[1] for state in program.states.values() if state.grows
     }
     sizes = {"B": len(tokens), "C": tokens.shape[1], LOG: 1, **rows}
-    given, inputs = chain_inputs(tokens), {}
+    given, inputs = chain_inputs(tokens, mixed=mixed_into(program.function(function))), {}
     for node in program.function(function).inputs:
         name = str(node.target)
         if name in program.states:

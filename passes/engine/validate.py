@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ...ir import LOG, SOURCE, PassError, Program, run, type_of
-from ...ir.plan.inputs import chain_inputs
+from ...ir.plan.inputs import chain_inputs, mixed_into
 from .base import Contract
 from .feed import encoded
 
@@ -42,7 +42,7 @@ def step_inputs(
     past: int = 0,
 ) -> dict[str, torch.Tensor]:
     """Everything a program's step needs to take `tokens` i64[B,T] as a chain after `past` rows."""
-    known = chain_inputs(tokens, past) | states
+    known = chain_inputs(tokens, past, mixed_into(program.step)) | states
     return {str(n.target): known[str(n.target)] for n in program.step.inputs}
 
 

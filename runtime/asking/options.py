@@ -75,10 +75,11 @@ class GenerationOptions:
     temperature > 0. top_k (default 50; 0 or None for none). top_p in 0..1. min_p in 0..1. top_h in
     0..1 (Baghaei Potraghloo et al. 2025). typical_p in 0..1 (Meister et al. 2022). epsilon_cutoff,
     eta_cutoff in 0..1 (Hewitt et al. 2022). num_return_sequences: of each prompt, one after the
-    other; first_finish: the first of them that ends, other than by its length, ends the rest
-    (Agarwal et al. 2025, arXiv 2505.18149). generator or seed: where random numbers come from
-    (default: torch's global generator); a seed repeats its text as long as the drafts are the same,
-    and some drafters learn from call to call (recycling, goodput).
+    other (without sampling out of one row, where the recipe is superposed: see
+    `graftwork.runtime.asking.superposed`); first_finish: the first of them that ends, other than by
+    its length, ends the rest (Agarwal et al. 2025, arXiv 2505.18149). generator or seed: where
+    random numbers come from (default: torch's global generator); a seed repeats its text as long as
+    the drafts are the same, and some drafters learn from call to call (recycling, goodput).
 
     Beams. num_beams: texts of each prompt that are decoded side by side, for the likeliest whole
     one; num_return_sequences: of these, best first. length_penalty: power of the length that a
@@ -335,10 +336,13 @@ SEARCHING: dict[str, tuple[object, ...]] = {"length_penalty": (1.0,), "early_sto
 """The same of beam search."""
 
 
-def read_options(keywords: Mapping[str, Any], info: ModelInfo) -> GenerationOptions:
+def read_options(
+    keywords: Mapping[str, Any], info: ModelInfo, *, several: bool = False
+) -> GenerationOptions:
     """Validate keywords, and the checkpoint's defaults for what they leave open.
 
-    Errors: `InputError` naming the keyword or default, what it takes, what came.
+    several: whether one row may stand for several texts, which then need no sampling. Errors:
+    `InputError` naming the keyword or default, what it takes, what came.
     """
     keywords = _with_config(keywords)
     known: dict[str, Any] = {}
@@ -349,7 +353,7 @@ def read_options(keywords: Mapping[str, Any], info: ModelInfo) -> GenerationOpti
             known[name] = CHECKS[name](name, value, info)
     given = frozenset(known)
     known = _defaults(keywords, known, info) | known
-    _refuse_contradictions(given, known)
+    _refuse_contradictions(given, known, several)
     return GenerationOptions(**known, given=given)
 
 
@@ -385,12 +389,13 @@ def _defaults(
 
 
 def check_keywords(keywords: Mapping[str, Any]) -> None:
-    """Before there is a model: whether one that samples unless told otherwise may take these.
+    """Before there is a model: whether one that samples unless told otherwise, and drafts several
+    texts at once where it does not, may take these.
 
     Errors: as `read_options`.
     """
     anything = ModelInfo("", vocab_size=1 << 62, context=1 << 62, defaults=Defaults(do_sample=True))
-    read_options(keywords, anything)
+    read_options(keywords, anything, several=True)
 
 
 def check_defaults(info: ModelInfo) -> None:
@@ -427,15 +432,15 @@ def _literal(text: str, value: str) -> Any:
         raise InputError(f"the checkpoint's generation config: {text} has no value") from error
 
 
-def _refuse_contradictions(given: frozenset[str], known: Mapping[str, Any]) -> None:
+def _refuse_contradictions(given: frozenset[str], known: Mapping[str, Any], several: bool) -> None:
     for one, other in ALTERNATIVES:
         if one in given and other in given:
             raise InputError(f"both {one} and {other} are given; give one")
     beams = known.get("num_beams", 1) > 1
     idle = {} if known.get("do_sample") else dict.fromkeys(SAMPLING, "do_sample=True")
-    if beams:
+    if beams or several:
         idle.pop("num_return_sequences", None)
-    else:
+    if not beams:
         idle |= dict.fromkeys(SEARCHING, "num_beams")
     for name, cure in idle.items():
         if name not in given or known[name] in {**SAMPLING, **SEARCHING}[name]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ...ir import InputError, ModelInfo, Program
-from ...ir.plan import Encoded
+from ...ir import InputError, ModelInfo, Program, Role
+from ...ir.plan import Encoded, SuperposedStep
 from ...ir.support.tokenizer import read_tokenizer
 from .beams import Search, check_beams
 from .grammar import grammar_asked, grammars_for
@@ -24,6 +24,7 @@ from .sources import Sources, read_sources, takes_features
 from .speech import openings
 from .stopping import Stopping
 from .streaming import Emitter
+from .superposed import Superposition, superposed
 from .text import Race, Text
 
 OF_TOKENS = ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size")
@@ -53,7 +54,7 @@ class Request:
     fills finished ones. sources: what the texts are written from, where the model reads that first.
     pictures: of each text, where some have any. embeds: of each text the rows f[R,H] that stand for
     its prompt, where the call gave rows. search: what chooses the texts' tokens and ends
-    them, if the call asks for beams."""
+    them, if the call asks for beams, or for several texts of a row."""
 
     prompts: torch.Tensor
     texts: Sequence[Text]
@@ -63,7 +64,12 @@ class Request:
     sources: Sources | None = None
     pictures: Sequence[PlacedRows] = ()
     embeds: Sequence[torch.Tensor] = ()
-    search: Search | None = None
+    search: Search | Superposition | None = None
+
+    @property
+    def beams(self) -> Search | None:
+        """What chooses the texts' tokens, if these are beams."""
+        return self.search if isinstance(self.search, Search) else None
 
     @property
     def own(self) -> Sequence[Text]:
@@ -80,8 +86,8 @@ class Request:
         prompts, found = self.prompts, [text.tokens[text.prompt :] for text in self.own]
         if self.search is not None:
             found = [text.tokens for text in self.search.best]
-            places = torch.arange(0, len(prompts), self.options.num_beams)
-            prompts = prompts[places.repeat_interleave(self.options.num_return_sequences)]
+            places = torch.arange(0, len(prompts), self.options.copies)
+            prompts = prompts[places.repeat_interleave(len(found) // len(places))]
         return torch.cat([prompts, filled(found, self.pad)], dim=1)
 
 
@@ -104,9 +110,14 @@ def read_request(
     info = program.info
     if program.plan.cache.endless:  # positions stay in the caches, so texts may leave the context
         info = replace(info, context=ENDLESS)
-    options = read_options(keywords, info)
+    step = program.plan.step
+    several = step if isinstance(step, SuperposedStep) else None
+    options = read_options(keywords, info, several=several is not None)
     if options.beams:
         check_beams(options, program.plan)
+    drafts = 0
+    if several is not None:
+        drafts, options = superposed(options, several)
     sources, known = None, True
     if program.plan.source.encoder is not None:
         if options.position_ids is not None:
@@ -145,6 +156,13 @@ def read_request(
     _process(texts, options, info, input_ids.shape[1], tokenizer)
     if not options.beams:  # of beams the token counts as one that was chosen
         _force_first(texts, options)
+    if options.guided and _contrasts(program):
+        raise InputError(
+            f"guidance_scale: {program.name} contrasts logits in its step (pass contrast_layers or "
+            f"contrast_model), and tokens that this rules out behind the one prompt would win "
+            f"behind the other: leave it out, or take a recipe that does not contrast, such as "
+            f"baseline"
+        )
     guides = guides_for(texts, options, info)
     if guides and (sources is not None or any(picture.rows.numel() for picture in pictures)):
         raise InputError("guidance_scale: expected prompts that are texts alone, without a source")
@@ -158,7 +176,11 @@ def read_request(
     shown = input_ids.cpu() if known else torch.zeros(len(input_ids), 0, dtype=torch.int64)
     prompts = shown.repeat_interleave(options.copies, 0)
     pad = 0 if pad is None else pad
-    search = Search(texts, options, stopping) if options.beams else None
+    search: Search | Superposition | None = None
+    if options.beams:
+        search = Search(texts, options, stopping)
+    elif drafts and several is not None:
+        search = Superposition(texts, drafts, several, stopping)
     texts = [*texts, *guides]
     return Request(prompts, texts, options, stopping, pad, sources, pictures, embeds, search)
 
@@ -234,6 +256,12 @@ def _beginnings(
     # As transformers: texts always begin with the token that starts them.
     begun = takes_features(program) or bool((given[:, 0] == start[0]).any())
     return given if begun else torch.cat([first, given], 1)
+
+
+def _contrasts(program: Program) -> bool:
+    """Whether logits of the target are contrasts, which rule tokens out by a large number."""
+    op, functions = torch.ops.graftwork.contrast_layers.default, program.functions.values()
+    return any(fn.calls(op) for fn in functions if fn.role is Role.TARGET)
 
 
 def _race(texts: Sequence[Text], options: GenerationOptions) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 if TYPE_CHECKING:
     from .grammar import Grammar
     from .processors import Processor
+
+Mixture: TypeAlias = Sequence[tuple[int, float]]
+"""Tokens that are mixed into another, and their parts of the mixture; its own is what is left."""
 
 
 @dataclass(slots=True)
@@ -31,7 +34,7 @@ class Text:
     the prompt's tokens, where they are not 0, 1, 2, ... processors: what changes the scores of its
     tokens. grammar: among those, if there is one. logits, scores: f32[V], what each new token was
     chosen by, if a call wants them. race: with the prompt's other texts, if the first one that ends
-    ends all.
+    ends all. mixture: what is fed with its last token.
 
     rows: of the caches, those that hold something of the sequence; a step appends after them.
     position: of the next token that is fed. The last token is not fed yet. Both grow with the text;
@@ -54,6 +57,7 @@ class Text:
     logits: list[torch.Tensor] = field(default_factory=list)
     scores: list[torch.Tensor] = field(default_factory=list)
     race: Race | None = None
+    mixture: Mixture = ()
 
     @property
     def generated(self) -> int:

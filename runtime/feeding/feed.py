@@ -14,8 +14,9 @@ from ...ir import LOG, InputError, Program, UnsupportedError
 from ...ir.execution.executable import ANY, Executable
 from ...ir.plan import Pictures
 from ...ir.plan.held import Latest
-from ...ir.plan.inputs import INPUTS, OPTIONAL, PACKED
+from ...ir.plan.inputs import INPUTS, OPTIONAL, PACKED, mixed_into
 from ...ir.plan.source import EMBEDS, STATES
+from ..asking.text import Mixture
 from .calls import run_in_turn
 from .draft import Draft
 from .gather import joined, widened
@@ -41,8 +42,8 @@ class StepFeed(NamedTuple):
 
     fetch: the outputs that are wanted; each has `width` columns (0: as few as hold the rows).
     trees: the drafts of which `rows` are the last committed token and the nodes, if one of them
-    branches. single: each row is one token known to the model, and there is room for it (see
-    `Feeder.takes_single`).
+    branches. mixes: what is mixed into each row's first token. single: each row is one token known
+    to the model, and there is room for it (see `Feeder.takes_single`).
     """
 
     rows: Sequence[Sequence[int]]
@@ -51,6 +52,7 @@ class StepFeed(NamedTuple):
     fetch: tuple[str, ...]
     width: int = 0
     trees: Sequence[Draft] | None = None
+    mixes: Sequence[Mixture] = ()
     single: bool = False
 
 
@@ -98,7 +100,7 @@ class Feeder:
         if EMBEDS in program.states_of(self.parts[0]):  # and those that a call gives
             self.ids += program.info.context
         self.names = frozenset(n for n in INPUTS if n not in OPTIONAL and step.has_input(n))
-        self.selects = "select" in self.names
+        self.selects, self.mixed = "select" in self.names, mixed_into(step)
         # Widths that are compiled one by one are not, for each number of tokens in them.
         self.packs = PACKED in self.names and executable.widths(function) == ANY
         self.widths = executable.widths(function)
@@ -232,6 +234,8 @@ class Feeder:
         self.fold(past, [min(len(row), 1) for row in rows])
         buffers = self.buffers(width, tuple(parts), rows)
         buffers.fill(rows, past)
+        if step.mixes:
+            buffers.mix(step.mixes)
         trees, starts = step.trees, step.starts
         calls = buffers.chains(starts) if trees is None else buffers.trees(starts, trees)
         return self._timed(calls.fetching(self.executable, fetch))
@@ -316,8 +320,9 @@ class Feeder:
             if len(self._buffers) >= SHAPES:
                 self._buffers.clear()
             buffers = self._buffers[key] = StepInputs(
-                *key[:3], self.names, self.ids, self.context, count
+                *key[:3], self.names, self.ids, self.context, count, self.mixed
             )
+        buffers.unmix()
         return buffers
 
     def keep(self, past: Sequence[int], paths: Sequence[Sequence[int]]) -> None:

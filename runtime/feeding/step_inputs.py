@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from ...ir import InputError
+from ...ir.plan.inputs import MIXED, SHARES, nothing_mixed
+from ..asking.text import Mixture
 from .calls import Calls
 from .draft import Draft, Topology
 
@@ -34,7 +36,8 @@ class StepInputs:
     what numpy, or an array, does right after a model has run through the processor's caches.
     functions: see `Calls`. ids: the model has those below. Drafts may come from tables that came
     with a file. context: the positions that there are. count: tokens of all rows together, for
-    functions that pack them; those of a step whose rows are all full never change.
+    functions that pack them; those of a step whose rows are all full never change. mixed: tokens
+    that may be mixed into each; nothing is, until `mix`.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class StepInputs:
         ids: int,
         context: int,
         count: int = 0,
+        mixed: int = 0,
     ) -> None:
         self.functions, self.batch, self.width, self.ids = functions, batch, width, ids
         self.last = context - 1
@@ -57,6 +61,8 @@ class StepInputs:
         whole = torch.arange(batch * width)
         packed, places = whole[None, : count or None].clone(), whole.reshape(batch, width).clone()
         tensors |= {"packed": packed, "picked": packed, "places": places, "shown": places}
+        tensors |= nothing_mixed(batch, width, mixed)
+        self.parts, self.mixes = [tensors[name].numpy() for name in (MIXED, SHARES)], False
         self.packs = 0 < count < len(whole)
         self.packed, self.places = memory(packed), memory(places)
         self.tokens, self.positions = memory(tensors["tokens"]), memory(tensors["positions"])
@@ -94,6 +100,20 @@ class StepInputs:
                 self.certain[index] = len(row) if for_good else min(len(row), 1)
         if self.packs:
             self._pack(rows)
+
+    def mix(self, mixes: Sequence[Mixture]) -> None:
+        """Mix tokens into each row's first one."""
+        ids, shares = self.parts
+        ids[:], shares[:], self.mixes = 0, 0, True
+        for index, mixture in enumerate(mixes):
+            for place, (token, share) in enumerate(mixture):
+                ids[index, 0, place], shares[index, 0, place] = token, share
+
+    def unmix(self) -> None:
+        """Every token is itself again."""
+        if self.mixes:
+            self.mix(())
+            self.mixes = False
 
     def _pack(self, rows: Sequence[Sequence[int]]) -> None:
         """Say which columns have a token. The place of others is the first token's."""

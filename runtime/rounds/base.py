@@ -17,6 +17,7 @@ from ..asking.input_embeds import check_rows, reader_of
 from ..asking.options import GenerationOptions
 from ..asking.request import Request
 from ..asking.stopping import Stopping
+from ..asking.superposed import Superposition, ngrams_of
 from ..cache.base import CACHES
 from ..cache.conversations import Conversations, Start, memo_of
 from ..cache.taking_over import take_over
@@ -30,7 +31,7 @@ from ..speculate.drafters.grown import drafter_for
 from ..speculate.lengths.base import LENGTHS
 from ..speculate.sampling import StepToVerify
 from ..speculate.setting import Setting
-from ..speculate.verifiers.base import BEAMS, GREEDY, SAMPLING, VERIFIERS, Verdict
+from ..speculate.verifiers.base import BEAMS, GREEDY, SAMPLING, SUPERPOSED, VERIFIERS, Verdict
 from ..stats import Stats
 
 T = TypeVar("T")
@@ -49,7 +50,8 @@ class Decoding:
     any more. grammars: whether texts have any. fetch: outputs that a general step must return;
     rests: those of one without drafts, which `resting` runs. read: told of each step before it is
     verified; None if no part reads.
-    told: who is told of the prompts' logits, token by token, which are then all fed.
+    told: who is told of the prompts' logits, token by token, which are then all fed. mixes: whether
+    rows stand for several texts.
     Errors: `UnsupportedError` for a plan that cannot be carried out.
     """
 
@@ -86,14 +88,19 @@ class Decoding:
         if self.resting is not self.feeder:
             self.reader = self.resting
         self.ahead = Feeder(executable, batch, ahead) if ahead else None
-        trait = BEAMS if options.beams else SAMPLING if options.do_sample else GREEDY
+        trait = SAMPLING if options.do_sample else GREEDY
+        if request.search is not None:
+            trait = BEAMS if options.beams else SUPERPOSED
         verifier = VERIFIERS.find(plan.verify, trait)
         self.verifier = verifier(plan.verify, program, options, batch)
         self.verifier.begin(request)
         noise = self.verifier.noise if plan.coupled else None
         setting = Setting(executable, options, self.length, self.feeder, self.texts, noise)
         self.drafter = drafter_for(plan.draft, setting)
-        if options.beams:  # the search ends them
+        self.mixes = isinstance(request.search, Superposition)
+        if isinstance(request.search, Superposition):
+            request.search.ngrams = ngrams_of(executable, request.search.plan)
+        if request.search is not None:  # it ends them
             self.stopping = Stopping(GenerationOptions(eos_token_id=()), program.info)
         wanted = (*self.verifier.fetch, *self.drafter.wants, *self.length.wants)
         self.fetch = tuple(dict.fromkeys(wanted))
@@ -135,7 +142,7 @@ class Decoding:
     def reads_as_it_steps(self) -> bool:
         """Whether prompts and steps run alike, so that a token's rows do not depend on which."""
         alike = self.reader in (self.feeder, self.resting) and self.ahead is None
-        return alike and not self.program.plan.depth.acts
+        return alike and not self.program.plan.depth.acts and not self.mixes
 
     @property
     def argmax_decides(self) -> bool:

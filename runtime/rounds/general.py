@@ -121,4 +121,5 @@ def step_feed(
         for text, draft in zip(texts, drafts, strict=True)
     ]
     trees = drafts if any(draft.branches for draft in drafts) else None
-    return drafts, StepFeed(rows, past, starts, fetch, width, trees)
+    mixes = [text.mixture for text in texts] if any(text.mixture for text in texts) else ()
+    return drafts, StepFeed(rows, past, starts, fetch, width, trees, mixes)

@@ -135,6 +135,11 @@ class Engine:
         request = read_request(prompt, keywords, self.program)
         if request.options.beams:
             raise InputError("num_beams: a request here is one text; give num_beams=1")
+        if request.search is not None:
+            raise InputError(
+                "num_return_sequences: a request here is one text; ask for the others besides, or "
+                "use Model.generate"
+            )
         (text,) = request.texts
         if text.limit > self.context:
             raise InputError(

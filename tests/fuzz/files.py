@@ -45,9 +45,9 @@ from graftwork.data.prompts import read_prompts
 from graftwork.exporting.plan import export_onnx_plan, seal
 from graftwork.ir import GraftworkError, Program, program_text
 from graftwork.model import Model
-from graftwork.passes.drafting.corpus.graph import read_tokens
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.drafting.trained import trained_on
+from graftwork.passes.engine.corpus_files import read_tokens
 from graftwork.passes.engine.manager import run_passes
 from graftwork.recipe import Recipe
 from graftwork.training import checkpoint

@@ -13,7 +13,7 @@ from ...registry import Registry
 from ..noise import Noise
 from ..sampling import Scorer, StepToVerify
 
-GREEDY, SAMPLING, BEAMS = "greedy", "sampling", "beams"
+GREEDY, SAMPLING, BEAMS, SUPERPOSED = "greedy", "sampling", "beams", "superposed"
 
 
 class Verdict(NamedTuple):

@@ -26,8 +26,8 @@ class BeamVerifier(Verifier):
     search: Search
 
     def begin(self, request: Request) -> None:
-        assert request.search is not None
-        self.search, self.scorer = request.search, BeamScorer(self.options)
+        assert request.beams is not None
+        self.search, self.scorer = request.beams, BeamScorer(self.options)
 
     def verify(self, step: StepToVerify) -> list[Verdict]:
         self.scorer.ids.clear()  # texts have changed places
