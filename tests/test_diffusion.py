@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 from recorded import Recorded, whole
+from test_front_door import ROOT
 from test_runtime_cached import PROMPTS, decode, drafting, plainly
 from test_runtime_sampling import assert_distributed, texts_drawn
 from test_training import TEXT
 from tiny import named, tiny_llama
 from whole_drafters import LENGTH, SAID, Case, sampled_from
 
+import graftwork as gw
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import (
@@ -152,7 +154,7 @@ def test_samples_verified_by_rejection_follow_the_targets_distribution() -> None
 
 
 def test_texts_and_blocks_that_see_each_other() -> None:
-    tokens, seen, ends = beside([[1, 2, 3], [4]], np.array([[8, 8], [8, 9]]))
+    tokens, seen, ends = beside([[1, 2, 3], [4]], np.array([[8, 8], [8, 9]]), 5)
     assert tokens.tolist() == [[1, 2, 3, 8, 8], [4, 8, 9, 0, 0]] and ends.tolist() == [3, 1]
     assert seen[0].all()
     assert seen[1].astype(int).tolist() == [
@@ -225,6 +227,16 @@ def test_what_is_learnt_is_accepted(tmp_path: Path) -> None:
     torch.testing.assert_close(
         again.weights["diffusion.mask"].load(), after["diffusion.mask"].load()
     )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["block_diffusion", "glide"])
+def test_layers_on_embeddings_learn_in_half(recipe: str, tmp_path: Path) -> None:
+    """What a norm adds up has two dtypes there: embeddings, and products in 16 bits."""
+    model = gw.optimize(ROOT / "graftwork" / "demo_model", recipe, target="eager:cpu:float32")
+    options = {"steps": 2, "batch": 2, "window": 32, "own": 0.0, "half": True}
+    fitted = fit(model, None, out=tmp_path, **options)
+    assert not fitted.model.program.plan.untaught
 
 
 # -- what is refused

@@ -28,6 +28,7 @@ from graftwork.training.fit import accepted_per_step
 from graftwork.training.net import trainable
 
 CAPE = named("tree_widened", depth=3)
+CHAIN = named("tree_chain", depth=4)
 BEST = named("tree_best_first", nodes=9, depth=3, width=3)
 BLOCKS = named(
     "tree_static",
@@ -39,7 +40,7 @@ CASES = {
     "clover1": Case((DraftClover1(),), BEST, "clover1"),
     "fspad": Case((DraftEagle(levels=3, sampled=True, apart=True),), BEST, "fspad"),
     "falcon": Case((DraftFalcon(levels=4, block=2),), BLOCKS, "falcon"),
-    "diffusion": Case((DraftDiffusion(levels=4, steps=2),), BEST, "block_diffusion"),
+    "diffusion": Case((DraftDiffusion(levels=4, steps=2),), CHAIN, "block_diffusion"),
     "glide": Case((DraftGlide(levels=3, block=3),), CAPE, "glide"),
     "mixture": Case((DraftMixture(levels=3, block=3, longest=3),), BEST, "mixture_of_attentions"),
     "hidden_transfer": Case(

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from ..backends.torch.emit import emit
+from ..backends.torch.rows import ROWS
 from ..ir import Function, InputError, Program, Weight, WeightStore, type_of
+from ..ir.ops import all_ops
 from ..ir.plan import CachedDraft, DecodePlan, Record
 from ..ir.plan.inputs import OPTIONAL, SEEN, whole_rows
 from ..ir.plan.length import LengthRecord
@@ -20,6 +22,20 @@ from ..passes.drafting.tune_target import TuneTarget, tuning_of
 from ..passes.stepping.accept_trees import branched
 from ..recipe import Recipe
 from .objectives.base import Functions, Run
+
+_add_rms_norm = all_ops()["add_rms_norm"].meaning
+
+
+def _add_rms_norm_of_two(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float
+) -> Any:
+    """`add_rms_norm` where products in 16 bits have made one of the two coarser than the other."""
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    return _add_rms_norm(x.to(dtype), residual.to(dtype), weight, eps=eps)
+
+
+TRAINED = {**ROWS, torch.ops.graftwork.add_rms_norm.default: _add_rms_norm_of_two}
+"""How ops run in training, see `emit`."""
 
 
 def trained_parts(plan: DecodePlan) -> list[Record]:
@@ -213,7 +229,7 @@ class Net:
         key = (fn.name, wanted, names)
         if key not in self.modules:
             absent = frozenset(str(n.target) for n in fn.inputs) - set(names)
-            self.modules[key] = emit(fn, self.tensors, [], wanted, absent, device=self.device)
+            self.modules[key] = emit(fn, self.tensors, [], wanted, absent, TRAINED, self.device)
         return dict(zip(wanted, self.modules[key](*[given[n] for n in names]), strict=True))
 
     def trained_program(self, drafts: Sequence[Record]) -> Program:

@@ -14,8 +14,8 @@ After (model="path", levels=8, steps=2)::
 
 The last `window` tokens of the text and a block of masks behind them are fed together, all of which
 see each other; the block is denoised in `steps` calls (Christopher et al., "Speculative Diffusion
-Decoding", 2024; DiffuSpec, 2025, and SpecDiff-2, 2025, draft so with Dream and DiffuCoder). So the
-guest's attention to all tokens becomes attention to what it is told to see::
+Decoding", 2024; Li et al., "DiffuSpec", 2025, drafts with Dream in one). So the guest's attention
+to all tokens becomes attention to what it is told to see::
 
     %y = graftwork.source_attention(%q, %k, %v, %lengths, layer=0, scale=0.125)
     %y = graftwork.attention(%q, %k, %v, layer=6, scale=0.125)

@@ -13,10 +13,12 @@ probability (alpha_s - alpha_t) / (1 - alpha_t) = 1 / (steps left).
 What a token was drawn from, q, is what its place was predicted to hold in the step in which it
 became a token. Tokens may become known before others that precede them, and these look at them.
 So, given the text up to its place, such a token no longer has the distribution q, and verifying it
-with min(1, p / q) would not be lossless. Where sampled drafts are drawn by the noise that draws the
-text (`Lossless`), the text does not depend on them. Where they are verified by rejection, the tree
-draws the tokens that are verified anew, each from its q and independently of each other given all
-of the q; that is lossless, and those that the denoising drew stay its own.
+with min(1, p / q) would not be lossless: of two places that p gives a or b alike, if the second is
+drawn evenly and the first then copies it, the text is "aa" with 3/8, where p says 1/4. Where
+sampled drafts are drawn by the noise that draws the text (`Lossless`), the text does not depend on
+them. Where they are verified by rejection, the tree draws the tokens that are verified anew, each
+from its q and independently of each other given all of the q; that is lossless, and those that the
+denoising drew stay its own.
 """
 
 from __future__ import annotations
@@ -46,6 +48,9 @@ from ..parallel import OneCallDraft, OneCallProposer
 Order: TypeAlias = Literal["confidence", "ancestral"]
 """Which masks a step replaces: those whose best token is likeliest, equally many a step; or each
 with the schedule's probability."""
+
+PIECE = 32
+"""Columns by which calls with a window of the text grow."""
 
 
 @record
@@ -176,14 +181,21 @@ class DiffusionProposer(OneCallProposer):
         """The same, with the text's last tokens in one call, in which all see all."""
         batch, size = block.shape
         texts = [text[-self.window :] for text in self.committed.texts]
-        tokens, seen, ends = beside(texts, block)
-        width = tokens.shape[1]
-        positions = np.broadcast_to(np.arange(width), (batch, width))
+        tokens, seen, ends = beside(texts, block, self._columns(max(map(len, texts)) + size))
+        columns = np.arange(tokens.shape[1])
+        # What is behind a block has no place: a model has no more positions than the window needs.
+        positions = np.where(columns < ends[:, None] + size, columns, 0)
         select = ends[:, None] + np.arange(size) - int(self.record.early)
         past = [0] * batch
         self.committed.fresh = ends > 0
         run = self.committed.cache.run
         return _said(run(tokens, positions, past, select.clip(min=0), None, seen))
+
+    def _columns(self, count: int) -> int:
+        """Columns of a call for so many tokens: few numbers, because what a call of a new one needs
+        is made and kept."""
+        widths, rounded = self.committed.cache.widths, -(-count // PIECE) * PIECE
+        return rounded if widths.more else min(rounded, widths.each[-1])
 
     def _drawn(self, said: Level, known: Flags) -> Ids:
         """A token i64[B,N] for each known place; elsewhere the likeliest."""
@@ -222,12 +234,11 @@ def unmasked(
     return found & masked
 
 
-def beside(texts: Sequence[Sequence[int]], block: Ids) -> tuple[Ids, Flags, Ids]:
-    """Texts with a block i64[B,N] behind each: tokens i64[B,W], what each column sees bool[B,W,W],
-    and where the blocks begin i64[B]. What is behind a block sees itself alone."""
+def beside(texts: Sequence[Sequence[int]], block: Ids, width: int) -> tuple[Ids, Flags, Ids]:
+    """Texts with a block i64[B,N] behind each: tokens i64[B,W], W = width, what each column sees
+    bool[B,W,W], and where the blocks begin i64[B]. What is behind a block sees itself alone."""
     ends = np.array([len(text) for text in texts], dtype=np.int64)
     size = block.shape[1]
-    width = int(ends.max()) + size
     tokens = np.zeros((len(texts), width), dtype=np.int64)
     seen = np.broadcast_to(np.eye(width, dtype=np.bool_), (len(texts), width, width)).copy()
     for index, (text, end) in enumerate(zip(texts, ends.tolist(), strict=True)):
