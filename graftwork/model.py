@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -25,7 +25,8 @@ from .exporting.exports import Exports
 from .hub.download import local
 from .hub.publishing import Publishing
 from .ir import InputError, Program
-from .ir.execution.executable import Executable
+from .ir.execution.executable import Executable, Planned
+from .ir.plan import DecodePlan
 from .ir.support.files import plain_path
 from .ir.support.threads import traces
 from .passes.engine.manager import run_passes
@@ -143,6 +144,14 @@ class Model(Exports, Chats, Publishing):
         if _COMPILED not in self.__dict__:
             self.__dict__[_COMPILED] = compile_for(checked(self.program), self.target)
         made: Executable = self.__dict__[_COMPILED]
+        return made
+
+    def replanned(self, plan: DecodePlan) -> Model:
+        """The same with another plan, which calls functions as this one's; what is compiled
+        stays."""
+        made = replace(self, program=self.program.replace(plan=plan))
+        if self.compiled is not None:
+            made.__dict__[_COMPILED] = Planned(self.compiled, plan)
         return made
 
     @property

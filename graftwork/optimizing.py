@@ -24,6 +24,7 @@ from .data.calibration import (
 )
 from .data.corpus import read_corpus
 from .data.cost import cost_of, why_not
+from .data.draft_cost import draft_cost, why_not_timed
 from .data.knob import TOLERANCE, NoValueServes, check_pace, check_tolerance, turned
 from .data.prompts import Prompts, check_seed, sample_prompts, validation_batch
 from .draft_option import with_draft
@@ -45,10 +46,13 @@ from .tracing.kept_programs import (
     CHOICES,
     Making,
     choice_key,
+    measured_key,
     program_key,
     read_choice,
+    read_measured,
     read_program,
     write_choice,
+    write_measured,
     write_program,
 )
 from .tracing.traced import Source, Traced
@@ -185,6 +189,10 @@ def optimize(
         made = _turned(model, chosen, where, text, tolerance, made_by, progress)
     else:
         made = made_by(chosen)
+    plan = made.program.plan
+    if plan.length.unmeasured and plan.speculates and not plan.untaught:
+        key = None if text is not None else measured_key(model, chosen, where)
+        made = _weighed(made, key, progress)
     measured = cost is not False and changes(chosen.contract)
     if measured or strict:
         plain = optimize(model, target=where, progress=progress)
@@ -232,6 +240,30 @@ def _turned(
     made.tell(choice.cost, choice.note)
     if key is not None:
         write_choice(key, choice)
+    return made
+
+
+def _weighed(made: Model, key: str | None, progress: Callable[[str], None]) -> Model:
+    """A model whose length policy knows what drafts cost, which its report says, too; one whose
+    drafts cannot be timed here, as it is. key: of the cache."""
+    program, name = made.program, f"length={made.program.plan.length.kind}"
+    found = None if key is None else read_measured(key)
+    if found is None:
+        if reason := why_not_timed(program, made.target):
+            made.tell(note=f"{name}: what drafts cost was not measured: {reason}")
+            return made
+        progress("time drafts")
+        found = draft_cost(made.executable)
+        if found is None:
+            made.tell(note=f"{name}: what drafts cost was not measured: too few steps were made")
+            return made
+        if key is not None:
+            write_measured(key, found)
+    length = program.plan.length.measured(found)
+    made = made.replanned(replace(program.plan, length=length))
+    made.tell(
+        note=f"length={length.brief}: a step with a draft takes {found:.2f} times one without"
+    )
     return made
 
 

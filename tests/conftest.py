@@ -90,6 +90,7 @@ def steady(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
         monkeypatch.setattr(GoodputPolicy, "_size", lambda policy: policy.most)
         monkeypatch.setattr(MeasuredChains, "size", ReadyChains.size)
+        monkeypatch.setattr("graftwork.optimizing.draft_cost", lambda executable: None)
 
 
 PROCESSORS = ["native", *(["x86-64", "haswell"] if platform.machine() == "x86_64" else [])]

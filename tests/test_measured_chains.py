@@ -64,6 +64,21 @@ def test_chains_are_verified_after_long_matches_alone_where_short_ones_do_not_pa
     assert long > 10 * short > 0  # what does not pay is tried again, ever more rarely
 
 
+def test_one_slow_first_step_does_not_end_chains_that_pay():
+    """As where the first step of two columns finds its memory, and takes twice as long."""
+    policy = MeasuredChains(0.02, Costs(), range(1, 12), ChainKnowledge(10))
+    for _ in range(2):
+        assert policy.size([10], [4]) == 0
+        policy.learn([0], [0], [0], 1.0)
+    first = policy.size([10], [4])
+    assert first > 0
+    policy.learn([first], [4], [first], 2.2)
+    for _ in range(6):
+        size = policy.size([10], [4])
+        assert size > 0
+        policy.learn([size], [4], [size], 1 + 0.1 * size)
+
+
 def test_chains_of_several_texts_share_a_step():
     """One text's long match pays for the step, and the others' chains come with it as far."""
     world = Copies(0.95, 0.95, 0.15)

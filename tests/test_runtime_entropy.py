@@ -13,7 +13,7 @@ from tiny import MASK, PROMPTS, in_int8, named, tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
-from graftwork.ir import PassError, Program, run
+from graftwork.ir import PassError, Program, VerifyError, run, verify
 from graftwork.ir.execution.executable import Executable
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
@@ -107,6 +107,42 @@ def test_at_a_threshold_of_nothing_the_text_is_the_targets(more: tuple[str, ...]
     assert torch.equal(found, expected)
 
 
+def test_what_the_smaller_model_never_writes_it_never_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fast = compile(compiled("eager", 0.0).program, Target("eager", "cpu"))
+    called: list[str] = []
+    for name in ("run", "hold"):
+        inner = getattr(fast, name)
+
+        def spy(function: str, *given: Any, inner: Any = inner, **more: Any) -> Any:
+            called.append(function)
+            return inner(function, *given, **more)
+
+        monkeypatch.setattr(fast, name, spy)
+    generate(fast, PROMPTS, attention_mask=MASK, **ASKED)
+    assert set(called) == {"step"}
+
+
+def test_steps_return_the_entropies_of_their_distributions() -> None:
+    program = made(DepthEntropy(model="other"))
+    text = PROMPTS[2].tolist()
+    given = {"tokens": torch.tensor([text]), "positions": torch.arange(len(text))[None]}
+    start = target().replace(guests={"other": other()})
+    (step,) = [Step(DepthEntropy(model="other"))]
+    early = run_passes(start, [step])[0]
+    for name in ("step", "small"):
+        found = run(early, name, given)
+        chances = found["logits"].double().softmax(-1)
+        expected = -(chances * chances.log2()).sum(-1)
+        assert torch.allclose(found["entropy"].double(), expected, atol=1e-4), name
+        assert str(program.function(name).outputs["entropy"].meta["type"]) == "f32[B,S]"
+    with pytest.raises(VerifyError, match="entropy"):  # as of an artifact that lacks it
+        fn = early.step.copy()
+        fn.set_outputs({k: v for k, v in fn.outputs.items() if k != "entropy"})
+        verify(early.with_function(fn))
+
+
 def test_above_every_entropy_the_smaller_model_writes() -> None:
     fast, prompt = compiled("eager", 100.0), PROMPTS[2:3]
     found = generate(fast, prompt, return_dict_in_generate=True, **ASKED)
@@ -126,6 +162,12 @@ def test_a_prompt_that_goes_on_from_a_text_says_the_same() -> None:
     assert again.stats.reused_tokens >= 16
     forget(fast)
     assert torch.equal(generate(fast, longer, **ASKED), again.sequences)
+    # One whose rows the smaller model has as far as it wrote: it goes on from there.
+    turns = torch.cat([again.sequences, torch.tensor([[3, 9]])], 1)
+    found = generate(fast, turns, return_dict_in_generate=True, **ASKED)
+    assert found.stats.reused_tokens >= 16
+    forget(fast)
+    assert torch.equal(generate(fast, turns, **ASKED), found.sequences)
 
 
 def test_drafts_are_verified_by_the_target_between_turns() -> None:
@@ -140,3 +182,5 @@ def test_what_cannot_be_is_refused() -> None:
         made(DepthEntropy(model="elsewhere"))
     with pytest.raises(PassError, match="makes some of them later"):
         made(DepthEntropy(model="other"), named("evict_cache", budget=64, block=32))
+    with pytest.raises(PassError, match="holds rows that texts share apart"):
+        made(DepthEntropy(model="other"), named("share_prefix"))

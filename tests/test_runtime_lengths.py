@@ -147,6 +147,17 @@ def test_costs_forget_a_first_step_that_compiled_something():
     assert costs.one(5) == pytest.approx(1.3)
 
 
+def test_a_width_s_first_step_decides_nothing_where_it_took_unusually_long():
+    costs = Costs()
+    for _ in range(3):
+        costs.add(1, 1.0)
+    assert costs.add(2, 2.4) == pytest.approx(1.05)  # what it found is memory
+    assert costs.known(2) == 0 and costs.one(2) == pytest.approx(1.05)
+    assert costs.add(2, 1.3) == 1.3 and costs.one(2) == 1.3
+    costs.add(3, 1.9)  # no more than that: believed at once
+    assert costs.known(3) == 1
+
+
 def test_costs_follow_slowly():
     costs = Costs()
     for seconds in (1.0, 1.0, 2.0):
@@ -195,6 +206,23 @@ class World:
         policy.observe(taken([draft], [range(accepted)]), drafting, shown)
         self.sizes.append(size)
         return accepted + 1, step + drafting
+
+
+def test_goodput_drafts_after_two_plain_steps_of_a_process():
+    world = World(4, 0.9, 0.05)
+    world.play(GoodputLength(), 12)
+    assert world.sizes[:3] == [0, 0, 1] and all(world.sizes[2:])
+
+
+def test_goodput_tries_no_wider_drafts_while_none_came_to_anything():
+    """A width's first step costs more than it will, so each of them is a loss of its own."""
+    world = World(40, 0.0, 0.02)
+    for _ in range(3):
+        world.play(GoodputLength())
+        assert max(world.sizes) <= 1
+    world.chance = 0.95
+    world.play(GoodputLength(), 2000)
+    assert max(world.sizes) > 20
 
 
 @pytest.mark.parametrize("most", [1, 10, 80])
@@ -324,7 +352,7 @@ def test_goodput_takes_what_brings_a_drafter_up_to_a_text_for_no_part_of_a_draft
 
 def test_goodput_tries_a_drafter_that_was_brought_up_to_a_text_whatever_that_took():
     policy, tries = GoodputPolicy(GoodputLength(), Executable(1), 1), 0
-    while not policy.limits([1])[0]:
+    for _ in range(5):
         policy.observe(taken([NO_DRAFT], [range(0)]), 0.0, 1.0)
     policy.prepared(9.0)
     while policy.limits([1])[0]:
@@ -433,7 +461,7 @@ def test_goodput_prices_the_width_that_is_compiled():
     """Widths 4 and 16: two draft tokens cost what three do, and one what none does."""
     policy = GoodputPolicy(GoodputLength(), Executable(10, widths=(4, 16)), 1)
     assert policy.widths.tolist() == [4, 4, 4, 4] + [16] * 7
-    for _ in range(10):
+    for _ in range(2):
         assert policy.limits([20]) == [0]
         policy.observe(taken([NO_DRAFT], [()]), 0, 1.0)
     assert policy.limits([20]) == [3]

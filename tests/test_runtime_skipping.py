@@ -84,6 +84,24 @@ def test_the_text_is_the_targets_own(which: str, backend: str) -> None:
     assert drafted or "goodput" in which
 
 
+def test_prompts_run_the_step_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, called = compile(made(*LIKEST), Target("eager", "cpu")), list[str]()
+    inner = fast.run
+
+    def spy(function: str, *given: Any, **more: Any) -> Any:
+        called.append(function)
+        return inner(function, *given, **more)
+
+    monkeypatch.setattr(fast, "run", spy)
+    generate(fast, PROMPTS, attention_mask=MASK, max_new_tokens=1)
+    assert called and set(called) == {"step"}
+    again = generate(fast, PROMPTS[2:3], return_dict_in_generate=True, **ASKED)
+    assert again.stats.draft_tokens  # whose steps are cut, and what they wrote can be gone on from
+    longer = torch.cat([again.sequences, torch.tensor([[3]])], 1)
+    more = generate(fast, longer, return_dict_in_generate=True, **ASKED)
+    assert more.stats.reused_tokens >= longer.shape[1] - 3
+
+
 def idle(*names: str) -> Program:
     """A model of six layers, some parts of which add nothing."""
     program = tiny_llama(6)

@@ -112,7 +112,7 @@ def turned(
             f"recipe {recipe.name!r} leaves out more than this model can do without: on "
             f"{cost.text}, {knob.option}={value}, the least of its values, has "
             f"{_said(cost)} of the model's perplexity, and {1 + tolerance:g} is tolerated. "
-            f"{_remedies(knob.option, cost)}"
+            f"{_remedies(recipe, cost)}"
         )
     made, value, cost = found
     speed = pace_of(made, plain)
@@ -126,7 +126,7 @@ def turned(
             f"recipe {recipe.name!r} makes this model slower: {knob.option}={value}, which leaves "
             f"out the most of what {cost.text} can do without ({_said(cost)} of the model's "
             f"perplexity, {1 + tolerance:g} is tolerated), {_does(made)} at {speed:.2f} times the "
-            f"model's own speed, and {more}. {_remedies(knob.option, least and least[1])}"
+            f"model's own speed, and {more}. {_remedies(recipe, least and least[1])}"
         )
     note = f"{knob.option}={value} keeps {tolerance:g}"
     return made, Choice(value=value, cost=cost.model_copy(update={"speed": speed}), note=note)
@@ -136,13 +136,14 @@ def _said(cost: Cost) -> str:
     return f"{cost.ratio:.3f} +- {cost.error:.3f}"
 
 
-def _remedies(option: str, cost: Cost | None) -> str:
+def _remedies(recipe: Recipe, cost: Cost | None) -> str:
     """What to do; cost: of the value that would come next."""
+    assert recipe.knob is not None
+    first = "Train the model for it (graftwork.heal, or graftwork.train_exits for early exits)"
+    if any(step.pass_.models for step in recipe.steps):
+        first = "Give it another model beside this one"
     more = "" if cost is None else f"tolerate more (tolerance={cost.ratio + cost.error - 1:.2f}), "
-    return (
-        f"Train the model for it (graftwork.heal, or graftwork.train_exits for early exits), "
-        f"{more}or set {option} yourself"
-    )
+    return f"{first}, {more}or set {recipe.knob.option} yourself"
 
 
 def check_tolerance(recipe: Recipe, tolerance: float | None) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import importlib
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -48,25 +49,31 @@ from .source_files import files_of
 PACKAGES = ("torch", "transformers", "safetensors", "pydantic", "gguf")
 CHOICES = "choices"
 """Folder of what knobs were turned to."""
-CHOICE = "choice"
+CHOICE, MEASURED = "choice", "measured"
 MOST_TENSORS = 2**24
 """Maximum bytes of tensors that are in no file, such as position tables; larger programs are not
 cached."""
 
 
-def program_key(model: object, recipe: Recipe, dtype: torch.dtype) -> str | None:
+def program_key(
+    model: object, recipe: Recipe, dtype: torch.dtype, *, beside: bool = False
+) -> str | None:
     """The cache key of the program of a checkpoint folder or .gguf file; None: not cacheable.
-    dtype: of weights."""
+    dtype: of weights. beside: the recipe may read other models, whose files the key covers."""
     passes = [step.pass_ for step in recipe.steps]
     own = all(type(p).__module__.startswith("graftwork.") for p in passes)
-    if not isinstance(model, (str, Path)) or not own or brings(recipe) or _is_patched():
+    if not isinstance(model, (str, Path)) or not own or brings(recipe, beside) or _is_patched():
         return None
     source = Path(model).absolute()
+    guests = [Path(guest).absolute() for p in passes for guest in p.models if guest]
     try:
-        files = sorted((path.name, stamp_of(path.stat())) for path in files_of(source))
+        files = [
+            (str(one), sorted((path.name, stamp_of(path.stat())) for path in files_of(one)))
+            for one in (source, *guests)
+        ]
     except OSError:
         return None
-    if not files:
+    if not all(found for _, found in files):
         return None
     used = [
         (p.name, repr(sorted(p.model_dump().items())), step.optional)
@@ -78,20 +85,43 @@ def program_key(model: object, recipe: Recipe, dtype: torch.dtype) -> str | None
     tools = sys.version_info[:3], versions_of(*PACKAGES), started()
     text = Path(__file__).parents[1] / "data" / "sample.txt"
     sample = stamp_of(text.stat()) if recipe.reads_bundled else None
-    known = (str(source), files, used, str(dtype), sources_of(*code), tools, sample)
+    known = (files, used, str(dtype), sources_of(*code), tools, sample)
     return hashlib.sha256(repr(known).encode()).hexdigest()
 
 
 def choice_key(model: object, recipe: Recipe, target: Target, tolerance: float) -> str | None:
     """The cache key of what a recipe's knob was turned to; None: not cacheable."""
     knob = recipe.knob
-    key = None if knob is None else program_key(model, recipe, target.dtype)
+    return None if knob is None else measured_key(model, recipe, target, knob, tolerance)
+
+
+def measured_key(model: object, recipe: Recipe, target: Target, *about: object) -> str | None:
+    """The cache key of what was measured of a recipe's model; None: not cacheable. about: what else
+    it depends on."""
+    key = program_key(model, recipe, target.dtype, beside=True)
     if key is None:
         return None
-    # A refusal may be for want of speed.
+    # What time decides on depends on the kernels.
     kernels = sources_of(Path(backends.__file__).parent, suffixes=(".py", ".cpp", ".h"))
-    known = (key, knob, str(target), target.threads, tolerance, kernels)
+    known = (key, *about, str(target), target.threads, kernels)
     return hashlib.sha256(repr(known).encode()).hexdigest()
+
+
+def read_measured(key: str) -> float | None:
+    """A number that was measured; None if it is not cached."""
+    with kept_file(CHOICES, key) as path:
+        kept = read_kept(path)
+    try:
+        found = float(kept.texts[MEASURED]) if kept is not None else math.nan
+    except (KeyError, ValueError):
+        return None
+    return found if math.isfinite(found) else None
+
+
+def write_measured(key: str, value: float) -> None:
+    """Cache a number that was measured, if possible."""
+    with contextlib.suppress(GraftworkError, OSError), kept_file(CHOICES, key) as path:
+        write_kept(path, Kept({MEASURED: repr(value)}, {}))
 
 
 def read_choice(key: str) -> Choice | str | None:
@@ -115,10 +145,12 @@ def write_choice(key: str, choice: Choice | str) -> None:
         write_kept(path, Kept(texts, {}))
 
 
-def brings(recipe: Recipe) -> bool:
-    """Whether a recipe reads texts, other models, heads or files, whose contents no key covers."""
+def brings(recipe: Recipe, beside: bool = False) -> bool:
+    """Whether a recipe reads texts, other models (unless `beside`), heads or files, whose contents
+    no key covers."""
     passes = [step.pass_ for step in recipe.steps]
-    return any(p.models or p.files or p.parts or (p.text and not p.bundled) for p in passes)
+    others = any(p.models for p in passes) and not beside
+    return others or any(p.files or p.parts or (p.text and not p.bundled) for p in passes)
 
 
 def _is_patched() -> bool:

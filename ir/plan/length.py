@@ -41,6 +41,15 @@ class LengthRecord(Record):
         """The same without what depends on measured time."""
         return self
 
+    @property
+    def unmeasured(self) -> bool:
+        """Whether it waits to be told what drafts cost (`measured`) when the model is made."""
+        return False
+
+    def measured(self, cost: float) -> LengthRecord:
+        """The same where a step with a whole draft takes as long as `cost` steps without."""
+        return self
+
 
 @record
 class FixedLength(LengthRecord):
@@ -201,15 +210,29 @@ class GoodputLength(LengthRecord):
 class EarnedLength(LengthRecord):
     """Whole drafts while they yield what they cost, or none, as each text's own tokens say.
 
-    A step with a draft is to yield `worth` tokens in the mean: what it costs over one without. A
-    text whose drafts keep to less goes on without, and tries one ever more rarely. Time has no part
-    in it, so the text is the same on every machine, and it goes with verifiers that keep tokens for
-    being drafted, where `goodput` cannot.
+    A step with a draft is to yield `worth` tokens in the mean: what it costs over one without,
+    which is measured once, when the model is made, and stays with it; None: it was not, and
+    `ASSUMED` stands for it. A text whose drafts keep to less goes on without, and tries one ever
+    more rarely. Time has no part in what a made model writes, so it goes with verifiers that keep
+    tokens for being drafted, where `goodput` cannot.
     """
 
-    worth: Annotated[float, Field(ge=1, le=MOST_NODES)] = 1.5
+    ASSUMED: ClassVar[float] = 1.5
+    worth: Annotated[float, Field(ge=1, le=MOST_NODES)] | None = None
     kind: ClassVar[str] = "earned"
     gives_up: ClassVar[bool] = True
+
+    @property
+    def unmeasured(self) -> bool:
+        return self.worth is None
+
+    def measured(self, cost: float) -> LengthRecord:
+        return replace(self, worth=min(max(round(cost, 2), 1.0), float(MOST_NODES)))
+
+    @property
+    def least(self) -> float:
+        """Tokens that a step with a draft is to yield in the mean."""
+        return self.ASSUMED if self.worth is None else self.worth
 
 
 @policy

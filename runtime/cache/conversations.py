@@ -290,7 +290,7 @@ def _row_axis(program: Program, name: str) -> int:
 
 
 def memo_of(going: Going, conversation: Conversation) -> Memo:
-    """What the drafter kept of it; nothing if that was another one."""
+    """What drafter and depth policy kept of it; nothing if the drafter was another one."""
     return conversation.memo if conversation.draft == going.program.plan.draft else {}
 
 
@@ -308,7 +308,7 @@ def _stands_alone(going: Going) -> bool:
 
 def _left(going: Going, slot: int) -> Conversation:
     text, plan = going.texts[slot], going.program.plan
-    memo = going.drafter.keep(slot, text.fed)
+    memo = {**going.drafter.keep(slot, text.fed), **going.depth.keep(slot, text.fed)}
     fed = text.fed
     if not going.reads_as_it_steps:  # what it made itself, it would have read otherwise
         fed = going.cache.back_to(fed, min(fed, text.prompt))

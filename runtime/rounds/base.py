@@ -37,6 +37,9 @@ from ..stats import Stats
 T = TypeVar("T")
 StepOutputs: TypeAlias = Mapping[str, torch.Tensor]
 
+MANY = 4
+"""Parts of a step from which on calling them costs more than memory for one that is whole."""
+
 SOON = 7
 """Steps beyond the next one that caches have room for, if the text goes on as long."""
 
@@ -46,10 +49,11 @@ class Decoding:
 
     texts: the sequences, which grow in place; own: those that are returned, which come before
     their guides. feeder: runs steps; reader: prompts, or their last tokens where `ahead` has the
-    others. kept: what earlier calls left in the caches. retired: texts of which nothing lies there
-    any more. grammars: whether texts have any. fetch: outputs that a general step must return;
-    rests: those of one without drafts, which `resting` runs. read: told of each step before it is
-    verified; None if no part reads.
+    others; whole: the same where it runs in one call what steps run in many. kept: what earlier
+    calls left in the caches. retired: texts of which nothing lies there any more. grammars: whether
+    texts have any. fetch: outputs that a general step must return; rests: those of one without
+    drafts, which `resting` runs. read: told of each step before it is verified; None if no part
+    reads.
     told: who is told of the prompts' logits, token by token, which are then all fed. mixes: whether
     rows stand for several texts.
     Errors: `UnsupportedError` for a plan that cannot be carried out.
@@ -85,6 +89,7 @@ class Decoding:
             read, ahead, parts = reader_of(program, argmax=options.by_argmax)
         same = read == fed and parts == plan.step.parts
         self.reader = self.feeder if same else Feeder(executable, batch, *read, parts=parts)
+        self.whole: Feeder | None = None
         if self.resting is not self.feeder:
             self.reader = self.resting
         self.ahead = Feeder(executable, batch, ahead) if ahead else None
@@ -106,6 +111,8 @@ class Decoding:
         self.fetch = tuple(dict.fromkeys(wanted))
         wanted = (*self.verifier.fetch, *self.drafter.rests, *self.length.wants)
         self.rests = tuple(dict.fromkeys(wanted))
+        if self.reader is self.feeder and self._reads_whole(request):
+            self.reader = self.whole = Feeder(executable, batch, plan.step.plain)
         followers: tuple[Resumes, ...] = (self.drafter, self.depth)
         readers = [part.read for part in followers if part.reads]
         self.read = partial(_tell, readers) if readers else None
@@ -124,6 +131,15 @@ class Decoding:
         beside = range(batch if options.beams else 0)
         self.retired = {index for index in beside if index % options.num_beams}
 
+    def _reads_whole(self, request: Request) -> bool:
+        """Whether prompts run the step in one call, where decoding cuts it: what the parts hand on
+        is wanted of the last tokens alone."""
+        plan, apart = self.program.plan, request.pictures or request.embeds or self.ahead
+        if len(plan.step.parts) <= MANY or plan.depth.acts or apart:
+            return False
+        made = self.program.function(plan.step.plain).outputs
+        return {"logits", *self.drafter.wants} <= made.keys()
+
     def _length_of(self, request: Request, fed: str) -> LengthRecord:
         """The plan's length record, or, where time must not or cannot decide, the same without."""
         plan = self.program.plan
@@ -141,7 +157,7 @@ class Decoding:
     @property
     def reads_as_it_steps(self) -> bool:
         """Whether prompts and steps run alike, so that a token's rows do not depend on which."""
-        alike = self.reader in (self.feeder, self.resting) and self.ahead is None
+        alike = self.reader in (self.feeder, self.resting, self.whole) and self.ahead is None
         return alike and not self.program.plan.depth.acts and not self.mixes
 
     @property

@@ -19,15 +19,12 @@ from ..feeding.draft import Draft, UnverifiedStep, VerifiedStep
 from ..feeding.gather import piece
 from ..feeding.outputs import Outputs
 from ..speculate.drafters.base import Drafter
-from .base import Decoding, Round
+from .base import MANY, Decoding, Round
 
 FETCH = ("argmax",)
 
 MISSED = 64
 """Steps of which a drafter is told at once, at most: what it wants of them is kept so long."""
-
-MANY = 4
-"""Parts of a step from which on calling them costs more than memory for one that is whole."""
 
 REST = 4
 """Steps without drafts from which on plain steps are worth changing to."""

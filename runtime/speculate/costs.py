@@ -14,8 +14,10 @@ NEW = 0.1
 SLOPE = 0.05
 """What a further column costs, as a share of a step of one, as long as nothing is known."""
 
-OUTLIER = 3.0
-"""A step that takes so many times what was expected was disturbed, or compiled something."""
+OUTLIER, FIRST_OUTLIER = 3.0, 1.5
+"""A step that takes so many times what was expected was disturbed, or compiled something; the first
+one of a width that takes so much more found its memory: what does not seem to pay is not measured
+again, so it must not decide."""
 
 
 class Costs:
@@ -42,8 +44,9 @@ class Costs:
         trusted: skip the outlier test."""
         place = bisect_left(self.widths, width)
         before = self.one(width) if self.widths else seconds
-        strange = not trusted and seconds > OUTLIER * before
-        if not self.known(width):
+        known = self.known(width)
+        strange = not trusted and seconds > (OUTLIER if known else FIRST_OUTLIER) * before
+        if not known:
             if strange and width not in self.doubtful:
                 self.doubtful.add(width)
                 return before

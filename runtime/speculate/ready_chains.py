@@ -14,13 +14,16 @@ FORGET = 0.97
 HORIZON = 128
 """Tokens of a generation over which no more than a share of plain decoding may be lost."""
 
-SURE = 5
-"""Plain steps that are measured before anything is compared with them."""
+FIRST, SURE = 2, 5
+"""Plain steps that are measured before anything is compared with them; up to the second number a
+plain step counts as a tenth less than those took: """
+DOUBT = 0.9
+"""the first steps of a process are slow, and a draft must win by as much."""
 
 PLAIN_EVERY = 64
 """Steps after which one without chains is measured again."""
 
-FIRST, LAST = 8, 1024
+SOON, LAST = 8, 1024
 """Steps between two tries of what does not seem to pay, at first and at most."""
 
 
@@ -50,6 +53,11 @@ class ReadyChains:
         """What came of a step: tokens fed of each chain, tokens accepted, and what it took."""
 
 
+def plain_step(costs: Costs, width: int) -> float:
+    """Seconds of a step without drafts, of this width; see `SURE`."""
+    return costs.one(width) * (1.0 if costs.known(width) >= SURE else DOUBT)
+
+
 def imagined(first: float, most: int) -> list[float]:
     """How often each token of a draft that nobody has made would be accepted: ever more rarely, but
     after those before it no more rarely than the first tokens of drafts are.
@@ -71,7 +79,7 @@ class Likelihood:
 
     def __init__(self, most: int) -> None:
         self.seen, self.imagined, self.hits = [1.0] * most, [1.0] * most, [0.0] * most
-        self.tried, self.patience = 0, FIRST
+        self.tried, self.patience = 0, SOON
         self._expect()
 
     def _expect(self) -> None:
@@ -136,9 +144,9 @@ class MeasuredChains(ReadyChains):
     def size(self, sizes: Sequence[int], evidence: Sequence[int]) -> int:
         known, costs = self.known, self.costs
         longest, narrow = max(sizes), self.widths[0]
-        if not longest or costs.known(narrow) < SURE or known.steps - known.plain >= PLAIN_EVERY:
+        if not longest or costs.known(narrow) < FIRST or known.steps - known.plain >= PLAIN_EVERY:
             return 0
-        plain, live = costs.one(narrow), len(sizes)
+        plain, live = plain_step(costs, narrow), len(sizes)
         chains = [(size, known.likelihood(e)) for size, e in zip(sizes, evidence, strict=True)]
         reach = 2 * max(costs.widths[-1], narrow)
         best, most, largest = 0, live / plain, 0

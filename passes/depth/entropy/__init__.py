@@ -1,13 +1,12 @@
 """Two models that take turns: the smaller one writes where the text is easy.
 
 Source: Simonds, "Entropy Adaptive Decoding: Dynamic Model Switching for Efficient Inference"
-(2025). The model that does not write lacks rows of the other's tokens; it makes them in one call
-when its turn comes, or when they are many.
+(2025). The model that does not write lacks rows of the other's tokens, and the smaller one those
+of the prompt: each makes them when its turn comes, so one whose turn never comes costs nothing.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,10 +20,12 @@ from ....ir.plan import DecodePlan, DepthRecord, Returned, record
 from ....ir.plan.bounds import Amount, Context, Filled, Nodes
 from ....runtime.asking.text import Text
 from ....runtime.depth.base import DEPTHS, DepthPolicy, StepFeed
-from ....runtime.feeding.draft import UnverifiedStep
 from ....runtime.feeding.feed import Feeder
 from ....runtime.feeding.gather import gathered
 from ....runtime.feeding.outputs import Outputs
+from ....runtime.memo import Memo
+
+ENTROPY = "entropy"
 
 
 @record
@@ -33,12 +34,14 @@ class EntropyDepth(DepthRecord):
     """A smaller model writes where it is sure, the target where it is not (Entropy Adaptive
     Decoding).
 
-    function: the smaller model's step, with a cache of its own. threshold: the target writes where
-    the mean entropy of the distributions that the latest `window` tokens were chosen from, by
-    whichever model, exceeds it, in bits. least: tokens that a model writes before the other may.
-    pending: tokens that one of them may lack before it reads them. context: the smaller model's
-    positions, where those are fewer. A batch changes together: one unsure text suffices. Source:
-    Simonds, "Entropy Adaptive Decoding" (2025).
+    function: the smaller model's step, with a cache of its own. It and the target's step return
+    ``entropy`` f32[B,S], in bits, of the distribution behind each chosen token. threshold: the
+    target writes where the mean entropy of the distributions that the latest `window` tokens were
+    chosen from, by whichever model, exceeds it, in bits. least: tokens that a model writes before
+    the other may. pending: tokens that it lacks then which it may read in the same call as the
+    next; more are read before, as prompts are. context: the smaller model's positions, where those
+    are fewer. A batch changes together: one unsure text suffices. Source: Simonds, "Entropy
+    Adaptive Decoding" (2025).
     """
 
     function: Filled[str] = "small"
@@ -55,7 +58,8 @@ class EntropyDepth(DepthRecord):
         return self.function
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        yield self.function, {"logits": ("", "", "V")}
+        for function in dict.fromkeys((*plan.step.variants, self.function)):
+            yield function, {"logits": ("", "", "V"), ENTROPY: ("", "")}
 
 
 class Writer:
@@ -75,33 +79,40 @@ class Writer:
         rows = zip(self.known, self.texts, strict=True)
         return max((text.rows - known for known, text in rows if not text.done), default=0)
 
-    def catch_up(self) -> None:
-        """Make the rows that are lacking."""
-        if self.lacking():
-            self._run([0] * len(self.texts), ())
+    def catch_up(self, spare: int = 0) -> None:
+        """Make the rows that are lacking, as prompts' are, but for up to `spare` that are left for
+        the next call."""
+        while (lacking := self.lacking()) > spare:
+            width = self.feeder.chunk(lacking)
+            past, starts, rows = self._missing(0)
+            rows = [row[:width] for row in rows]
+            column = [max(len(row) - 1, 0) for row in rows]
+            self.feeder.run_picking(StepFeed(rows, past, starts, (), width), column)
+            self._made(past, rows)
 
     def write(self, fetch: tuple[str, ...]) -> Outputs:
         """What is said after each text's last token, in column 0; the rows up to it are made."""
-        places = [text.rows - known for known, text in zip(self.known, self.texts, strict=True)]
-        outputs = self._run([1] * len(self.texts), fetch)
-        if not any(places):
+        past, starts, rows = self._missing(1)
+        outputs = self.feeder.run(StepFeed(rows, past, starts, fetch))
+        self._made(past, rows)
+        column = np.array([[max(len(row) - 1, 0)] for row in rows])
+        if not column.any():
             return outputs
-        column = np.array([[0 if t.done else p] for t, p in zip(self.texts, places, strict=True)])
         return Outputs({name: gathered(value, column) for name, value in outputs.items()})
 
-    def _run(self, more: Sequence[int], fetch: tuple[str, ...]) -> Outputs:
-        """Feed what is lacking, and `more[b]` tokens behind it."""
-        texts = self.texts
-        past = [0 if text.done else n for text, n in zip(texts, self.known, strict=True)]
-        lag = [text.rows - n for text, n in zip(texts, self.known, strict=True)]
-        rows = [
-            [] if text.done else text.tokens[len(text.tokens) - 1 - n :][: n + extra]
-            for text, n, extra in zip(texts, lag, more, strict=True)
-        ]
-        starts = [0 if text.done else text.position - n for text, n in zip(texts, lag, strict=True)]
-        outputs = self.feeder.run(StepFeed(rows, past, starts, fetch))
+    def _missing(self, more: int) -> tuple[list[int], list[int], list[list[int]]]:
+        """Rows that are there of each sequence, the next one's position, and the tokens to feed
+        behind them: what is lacking, and `more` behind that."""
+        past = [0 if text.done else n for text, n in zip(self.texts, self.known, strict=True)]
+        starts, rows = [], list[list[int]]()
+        for text, known in zip(self.texts, self.known, strict=True):
+            lag, first = text.rows - known, len(text.tokens) - 1 - (text.rows - known)
+            starts.append(0 if text.done else text.position - lag)
+            rows.append([] if text.done else text.tokens[first : first + lag + more])
+        return past, starts, rows
+
+    def _made(self, past: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
         self.known = [n + len(row) for n, row in zip(past, rows, strict=True)]
-        return outputs
 
 
 @DEPTHS.register(EntropyDepth)
@@ -113,7 +124,7 @@ class EntropyPolicy(DepthPolicy):
     """
 
     record: EntropyDepth
-    reads = True
+    reads = True  # the prompts' tokens, though later
 
     def __init__(self, record: EntropyDepth, executable: Executable) -> None:
         super().__init__(record, executable)
@@ -127,39 +138,34 @@ class EntropyPolicy(DepthPolicy):
         self.small, self.since, self.started = False, 0, False
         self.recent = [deque[float](maxlen=self.record.window) for _ in texts]
 
-    def read(self, fed: UnverifiedStep) -> None:
-        if self.started:
-            return
-        feeder, longest = self.other.feeder, max(map(len, fed.rows))
-        width = feeder.chunk(longest)
-        for first in range(0, longest, width):
-            rows = [row[first : first + width] for row in fed.rows]
-            starts = [n + min(first, len(r)) for n, r in zip(fed.starts, fed.rows, strict=True)]
-            column = [max(len(row) - 1, 0) for row in rows]
-            feeder.run_picking(StepFeed(rows, starts, starts, (), width), column)
+    def keep(self, index: int, fed: int) -> Memo:
+        """small.rows: i64, how many the smaller model's caches hold."""
+        return {"small.rows": torch.tensor(self.other.known[index])}
+
+    def resume(self, index: int, memo: Memo, count: int) -> None:
+        if "small.rows" in memo:
+            self.other.known[index] = min(int(memo["small.rows"]), self.texts[index].rows)
 
     def feed(self, step: StepFeed) -> Outputs:
-        models = (self.target, self.other)
-        for model in models:
-            if not self.started:
-                model.known = [text.rows for text in self.texts]
+        if not self.started:  # of the prompts' rows the target has made all
+            self.target.known, self.started = [text.rows for text in self.texts], True
+        for model in (self.target, self.other):
             model.note()
-        self.started, self.ran = True, self.total
-        fetch = tuple(dict.fromkeys(("logits", *step.fetch)))
+        self.ran = self.total
+        fetch = tuple(dict.fromkeys((ENTROPY, *step.fetch)))
         if any(len(row) > 1 for row in step.rows):  # drafts are verified by the target
             self.target.catch_up()
             self.target.known = [n + len(r) for n, r in zip(step.past, step.rows, strict=True)]
             outputs = super().feed(step._replace(fetch=fetch))
-            self._note(outputs["logits"])
-            return outputs
-        self._take_turns(step)
-        writer = self.other if self.small else self.target
-        outputs = writer.write(fetch)
-        self._note(outputs["logits"])
-        for model in models:
-            if model.lacking() >= self.record.pending:
-                model.catch_up()
-        self.ran = 0 if self.small else self.total
+        else:
+            self._take_turns(step)
+            writer = self.other if self.small else self.target
+            writer.catch_up(self.record.pending)
+            outputs = writer.write(fetch)
+            self.ran = 0 if self.small else self.total
+        entropies = outputs[ENTROPY][:, 0].tolist()
+        for recent, entropy in zip(self.recent, entropies, strict=True):
+            recent.append(entropy)
         return outputs
 
     def _take_turns(self, step: StepFeed) -> None:
@@ -175,10 +181,3 @@ class EntropyPolicy(DepthPolicy):
     def _mean(self, index: int) -> float:
         recent = self.recent[index]
         return sum(recent) / len(recent) if recent else 0.0
-
-    def _note(self, logits: torch.Tensor) -> None:
-        """Take in the entropies of a step's distributions, in bits."""
-        logs = logits[:, 0].float().log_softmax(-1).cpu()
-        entropies = -(logs.exp() * logs).nan_to_num(0.0).sum(-1) / math.log(2)
-        for recent, entropy in zip(self.recent, entropies.tolist(), strict=True):
-            recent.append(entropy)

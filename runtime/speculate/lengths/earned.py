@@ -20,7 +20,7 @@ FIRST, LONGEST = 16, 1024
 @LENGTHS.register(EarnedLength)
 class EarnedPolicy(LengthPolicy):
     """Each text has an account: a step that is to draft adds the tokens that it yields less
-    `worth`, whether a draft came of it or not.
+    `least`, whether a draft came of it or not.
 
     Where it falls below zero the text takes plain steps, and then one draft decides: twice as long
     it rests if that does not pay, either. Nothing is learned from other texts, of the batch or of
@@ -61,7 +61,7 @@ class EarnedPolicy(LengthPolicy):
         self.asked = [False] * self.batch
 
     def _count(self, index: int, tokens: int) -> None:
-        account = min(self.accounts[index] + tokens - self.record.worth, MOST)
+        account = min(self.accounts[index] + tokens - self.record.least, MOST)
         if account < 0:
             self.until[index] = self.steps[index] + self.waits[index]
             self.waits[index] = min(2 * self.waits[index], LONGEST)

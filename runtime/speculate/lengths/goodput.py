@@ -15,6 +15,7 @@ from ...memo import learnt
 from ..costs import Costs
 from ..level import Level
 from ..ready_chains import (
+    FIRST,
     FORGET,
     HORIZON,
     SURE,
@@ -22,6 +23,7 @@ from ..ready_chains import (
     MeasuredChains,
     ReadyChains,
     imagined,
+    plain_step,
 )
 from .base import LENGTHS, Flags, LengthPolicy
 
@@ -33,7 +35,8 @@ WHOLE_EVERY, PLAIN_EVERY, PLAIN_RARELY = 16, 32, 256
 where the step after one without a draft has none either."""
 
 STRETCH = 8
-"""Steps with chains between two decisions, where the step makes them."""
+"""Steps with chains between two decisions, where the step makes them, and with drafts at most
+before a rest was timed once."""
 
 
 GRACE = 2
@@ -98,7 +101,7 @@ class Knowledge:
 
     def plain_step(self, width: int) -> float:
         """Seconds of a step of this width without a draft; steps of a rest may take less."""
-        step = self.costs.one(width)
+        step = plain_step(self.costs, width)
         return min(step, self.resting.one(1)) if self.resting.widths else step
 
     def expected(self) -> Any:
@@ -173,10 +176,12 @@ class GoodputPolicy(LengthPolicy):
         known, costs = self.known, self.known.costs
         if known.steps < known.until:
             return 0  # plain steps teach nothing about drafts
-        if costs.known(int(self.widths[0])) < SURE or known.steps - known.plain >= self.plain_every:
+        if costs.known(int(self.widths[0])) < FIRST:
             return 0
-        if not known.timings.looked:
-            known.timings.looked, known.until = True, known.steps + SURE
+        looked = known.timings.looked
+        if known.steps - known.plain >= (self.plain_every if looked else STRETCH):
+            if not looked:  # steps of a rest may take less than one alone
+                known.timings.looked, known.until = True, known.steps + SURE
             return 0
         reach = self._reach() + 1
         sizes = known.sizes()[:reach]
@@ -227,18 +232,23 @@ class GoodputPolicy(LengthPolicy):
         return self.record.loss / 2 * (HORIZON + known.tokens) * plain - known.lost
 
     def _none(self, steps: float) -> int:
-        """No draft for so many steps."""
-        self.known.until = self.known.steps + max(1 + int(steps), CALM)
+        """No draft for so many steps, or for as many as may be foreseen."""
+        sure = self.known.costs.known(int(self.widths[0])) >= SURE
+        rest = min(max(1 + int(steps), CALM), MOST_EVERY if sure else CALM)
+        self.known.until = self.known.steps + rest
         return 0
 
     def _reach(self) -> int:
-        """The largest size that may be tried: no more than twice as wide as what was measured,
-        unless a draft costs the same whatever is verified of it."""
+        """The largest size that may be tried: no more than twice as wide as what was measured, and
+        no wider than that as long as no draft came to anything; unless a draft costs the same
+        whatever is verified of it."""
         if self.in_step:
             return self.most
-        widest = self.known.costs.widths[-1]
-        following = self.widths[np.searchsorted(self.widths, widest, side="right") :][:1]
-        limit = max(2 * widest, *following, 0)
+        limit = self.known.costs.widths[-1]
+        if not self.known.tried or self.known.hits.any():
+            following = self.widths[np.searchsorted(self.widths, limit, side="right") :][:1]
+            limit = max(2 * limit, *following, 0)
+        limit = max(limit, int(self.widths[1]))
         return int(np.searchsorted(self.widths, limit, side="right")) - 1
 
     def rest(self) -> int:
@@ -248,6 +258,7 @@ class GoodputPolicy(LengthPolicy):
         known = self.known
         if steps:
             known.resting.add(1, seconds / steps)
+            known.timings.looked = True
         known.steps += steps
         known.tokens += steps
         known.plain = known.steps
