@@ -45,7 +45,7 @@ CHUNK = 64
 LEAST = 256
 """Tokens that a request may have at least."""
 
-GIVE_BACK = 30.0
+GIVE_BACK = 10.0
 """Seconds of work after which freed memory is given back to the system: pieces of prompts of all
 lengths leave holes that the C library keeps, more of them the longer a server runs."""
 
