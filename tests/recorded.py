@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from graftwork.ir import SOURCE, Program, run
@@ -49,6 +50,20 @@ class Recorded(Proposer):
                     logits = level.logits[index, node].copy()
                     self.notes.append((list(self.so_far[index]), path, logits))
         return level
+
+
+def calls_of(executable: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The functions that an executable runs from now on, in order."""
+    called: list[str] = []
+    run = executable.run
+
+    def noted(function: str, *given: Any) -> Any:
+        called.append(function)
+        return run(function, *given)
+
+    monkeypatch.setattr(executable, "run", noted)
+    monkeypatch.setattr(executable, "hold", lambda *call: lambda: noted(*call))
+    return called
 
 
 def states_of(program: Program, rows: int) -> dict[str, torch.Tensor]:

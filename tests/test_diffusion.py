@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recorded import Recorded, whole
+from recorded import Recorded, calls_of, whole
 from test_front_door import ROOT
 from test_runtime_cached import PROMPTS, decode, drafting, plainly
 from test_runtime_sampling import assert_distributed, texts_drawn
@@ -114,15 +114,7 @@ def test_drafts_are_denoised_as_by_hand(monkeypatch: pytest.MonkeyPatch, steps: 
     RecordedBlocks.notes = []
     program = made(steps=steps)
     executable = compile(program, EAGER)
-    calls: list[str] = []
-    ran = executable.run
-
-    def noting(function: str, *args: Any, **options: Any) -> Any:
-        calls.append(function)
-        return ran(function, *args, **options)
-
-    monkeypatch.setattr(executable, "run", noting)
-    monkeypatch.setattr(executable, "hold", lambda f, i, o: lambda: noting(f, i, o))
+    calls = calls_of(executable, monkeypatch)
     result = decode(executable, PROMPTS, 10)
     assert torch.equal(result.sequences, plainly(compile(program, EAGER), PROMPTS, 10))
     notes = RecordedBlocks.notes

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fake_proposers import FakeDraft, taken
+from recorded import calls_of
 from tiny import MASK, PROMPTS, drafting_llama, named
 
 from graftwork.backends import Target, compile
@@ -74,15 +75,7 @@ def test_the_untrained_are_not_asked(
 ) -> None:
     program = drafting_llama(*DRAFTERS[drafter], named(length))
     fast, plain = (compile(p, Target("eager")) for p in (program, drafting_llama()))
-    called: list[str] = []
-    for name in ("run", "hold"):
-        inner = getattr(fast, name)
-
-        def spy(function: str, *given: Any, inner: Any = inner, **more: Any) -> Any:
-            called.append(function)
-            return inner(function, *given, **more)
-
-        monkeypatch.setattr(fast, name, spy)
+    called = calls_of(fast, monkeypatch)
     with pytest.warns(GraftworkWarning, match="nothing is drafted until they do"):
         found = generate(fast, PROMPTS, attention_mask=MASK, return_dict_in_generate=True, **ASKED)
     assert torch.equal(found.sequences, generate(plain, PROMPTS, attention_mask=MASK, **ASKED))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recorded import Recorded, whole
+from recorded import Recorded, calls_of, whole
 from test_runtime_cached import PROMPTS, decode, drafting, plainly
 from tiny import named, tiny_llama
 
@@ -84,15 +84,7 @@ def test_predictions_are_those_of_whole_sequences(
 
 def test_a_block_takes_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     executable = compile(made("chain"), EAGER)
-    calls: list[str] = []
-    ran = executable.run
-
-    def noting(function: str, *args: Any, **options: Any) -> Any:
-        calls.append(function)
-        return ran(function, *args, **options)
-
-    monkeypatch.setattr(executable, "run", noting)
-    monkeypatch.setattr(executable, "hold", lambda f, i, o: lambda: noting(f, i, o))
+    calls = calls_of(executable, monkeypatch)
     result = decode(executable, PROMPTS[:1], 13)
     assert result.stats.draft_tokens > 5 * (result.stats.sequence_steps - 2)
     # Six tokens by three calls.

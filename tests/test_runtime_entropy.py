@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorded import calls_of
 from selection import one_in
 from tiny import MASK, PROMPTS, in_int8, named, tiny_llama
 
@@ -111,15 +112,7 @@ def test_what_the_smaller_model_never_writes_it_never_reads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fast = compile(compiled("eager", 0.0).program, Target("eager", "cpu"))
-    called: list[str] = []
-    for name in ("run", "hold"):
-        inner = getattr(fast, name)
-
-        def spy(function: str, *given: Any, inner: Any = inner, **more: Any) -> Any:
-            called.append(function)
-            return inner(function, *given, **more)
-
-        monkeypatch.setattr(fast, name, spy)
+    called = calls_of(fast, monkeypatch)
     generate(fast, PROMPTS, attention_mask=MASK, **ASKED)
     assert set(called) == {"step"}
 

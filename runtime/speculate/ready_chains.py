@@ -15,10 +15,12 @@ HORIZON = 128
 """Tokens of a generation over which no more than a share of plain decoding may be lost."""
 
 FIRST, SURE = 2, 5
-"""Plain steps that are measured before anything is compared with them; up to the second number a
-plain step counts as a tenth less than those took: """
+"""Plain steps that are measured before anything is compared with them, and before what they took
+is believed."""
+
 DOUBT = 0.9
-"""the first steps of a process are slow, and a draft must win by as much."""
+"""What a plain step counts as until then, over what it took: the first steps of a process are slow,
+and a draft must win by as much."""
 
 PLAIN_EVERY = 64
 """Steps after which one without chains is measured again."""
