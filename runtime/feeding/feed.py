@@ -280,12 +280,12 @@ class Feeder:
         rows, past, width = step.rows, step.past, step.width
         self.make_room(max(past) + width)
         self.fold(past, list(map(len, rows)))
-        buffers = self.buffers(width, rows=rows)
+        # Not kept, nor held: prompts come in all lengths, and few of them again.
+        buffers = self.buffers(width, rows=rows, again=False)
         buffers.fill(rows, past, for_good=True)
         inputs = buffers.picked(step.starts, column, places)
         if told is not None:
             inputs = buffers.chain.inputs
-        # Not held: prompts come in all lengths, and few of them again.
         outputs = self.call(inputs, step.fetch)
         if told is not None:
             told(outputs)
@@ -307,21 +307,26 @@ class Feeder:
         return outputs
 
     def buffers(
-        self, width: int, parts: tuple[str, ...] = (), rows: Sequence[Sequence[int]] = ()
+        self,
+        width: int,
+        parts: tuple[str, ...] = (),
+        rows: Sequence[Sequence[int]] = (),
+        again: bool = True,
     ) -> StepInputs:
         """What steps of a width are fed from; parts: of the step, all unless said. rows: what will
-        be fed; (): as many tokens as there are columns."""
+        be fed; (): as many tokens as there are columns. again: whether such steps come again."""
         count = self.batch * width
         if self.packs and rows:
             count = max(1, sum(map(len, rows)))
         key = (parts or self.parts, self.batch, width, count)
         buffers = self._buffers.get(key)
         if buffers is None:
+            made = StepInputs(*key[:3], self.names, self.ids, self.context, count, self.mixed)
+            if not again:
+                return made
             if len(self._buffers) >= SHAPES:
                 self._buffers.clear()
-            buffers = self._buffers[key] = StepInputs(
-                *key[:3], self.names, self.ids, self.context, count, self.mixed
-            )
+            buffers = self._buffers[key] = made
         buffers.unmix()
         return buffers
 
