@@ -20,6 +20,7 @@ import graftwork as gw
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import GraftworkWarning, PassError, Program
+from graftwork.ir.plan.contract import Contract
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.depth.cut_depth import CutDepth
 from graftwork.passes.drafting.draft_eagle import DraftEagle
@@ -37,7 +38,13 @@ from graftwork.tracing import traced
 from graftwork.training import fit
 from graftwork.training.net import trainable, trained_parts
 
-TAKING = {name: cls for name, cls in all_passes().items() if "weights" in cls.model_fields}
+TAKING = {
+    name: cls
+    for name, cls in all_passes().items()
+    if "weights" in cls.model_fields and cls.contract is not Contract.TUNED
+}
+"""Not those that tune the target: their files come with drafters' (`test_tuned_target`)."""
+
 EAGER = Target("eager", "cpu")
 
 
