@@ -32,7 +32,7 @@ FAMILIES = {
     "trained with its drafts, and texts are the tuned model's own, to the token.",
     "Drafts by the target's own layers": "For models that agree with themselves early, as trained "
     "for it (`train_exits`) or with a trained exit. Texts do not change.",
-    "Drafts by another model": "For a large model that has a small one of its family.",
+    "Drafts by another model": "For a large model that has a small one with its tokenizer.",
     "Drafts over few bits": "Both savings at once: the texts are those of the few bits.",
     "Fewer bits": "For memory and speed where steps wait for weights, as on CPUs. Texts may "
     "differ, and `graftwork eval` says by how much.",
@@ -167,7 +167,9 @@ def _room(pass_: Pass) -> str:
 
 
 def _tried(recipe: Recipe) -> list[str]:
-    learns = " --data TEXTS" if recipe.reads_text else ""
+    brings = [step.pass_.name for step in recipe.steps if step.pass_.models]
+    learns = "".join(f" --set {name}.model=SMALL" for name in brings)
+    learns += " --data TEXTS" if recipe.reads_text else ""
     lines = []
     if {"trained heads", "a tuned target"} & {*recipe.brought}:
         tunes = " --tune" if recipe.contract == "tuned" else ""
