@@ -69,6 +69,15 @@ def test_the_same_drafts_in_fewer_steps(backend: str, batch: int) -> None:
     assert executable.runs["draft"] < {1: 0.75, 4: 0.95}[batch] * 8 * 6
 
 
+def test_a_text_that_is_not_drafted_costs_the_draft_model_nothing() -> None:
+    """Its prompt is read with the first draft."""
+    executable = Counted(compile(drafting(COPYING), Target.parse("eager")))
+    decode(executable, PROMPTS[:1], 1)
+    assert "draft" not in executable.runs  # silent runs, which make rows alone, are noted as 0
+    decode(executable, PROMPTS[:1], 9)
+    assert executable.runs["draft"] > 0
+
+
 def test_another_model_drafts_the_same_with_and_without_guesses() -> None:
     """Where the target refuses drafts, rows are forgotten and the text stays its own."""
     results = {}
