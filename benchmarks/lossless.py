@@ -4,6 +4,7 @@
         [--targets eager:cpu:float32,torch:cpu:float32,onnxruntime:cpu:float32] [--batches 1,4]
         [--count 24] [--tokens 128] [--set medusa.draft_medusa.weights=FOLDER] [--json FILE.jsonl]
         [--reference int4 | --bits float32,int8,int4] [--data TEXT] [--whole]
+        [--draft SMALLER] [--corpus FILE]
 
 MODEL is a checkpoint folder; prompts are lines with a field ``ids``. transformers' greedy texts,
 made in float32 one prompt at a time, are the measure; each recipe runs on each target, alone and in
@@ -13,6 +14,7 @@ on the same target, one prompt at a time: drafts must not change what an approxi
 With --bits each recipe's passes run over weights of each of these, and the measure is plain
 decoding over them. ``--recipes lossless`` are all that promise texts of the model. With --data
 passes that learn from text have some; --whole drafts at every step, also where that does not pay.
+--draft is the model of recipes that draft by a smaller one, --corpus the file of those that copy.
 A line of --prompts may have ids under the name of the model's folder.
 
 A recipe that refuses the model, or needs what it was not given, has a row that says so.
@@ -49,6 +51,7 @@ from systems import (
     running,
     steady,
     transformers_eager,
+    with_guests,
     with_settings,
 )
 
@@ -83,6 +86,7 @@ def chosen(names: str) -> list[str]:
 def built(args: argparse.Namespace, name: str, target: str, bits: str) -> gw.Model:
     """A recipe's model on a target. bits: of weights; "": as the recipe has them."""
     recipe = over(name, bits, args.set) if bits else with_settings(name, args.set)
+    recipe = with_guests(recipe, args.corpus, args.draft)
     model = optimized_model(args.model, recipe, target, args.threads, args.data)
     return steady(model) if args.whole else model
 
@@ -175,6 +179,8 @@ def main() -> None:
     parser.add_argument("--reference", help="the recipe whose texts are the measure")
     parser.add_argument("--bits", default="", help="of weights, by commas: float32, int8, int4")
     parser.add_argument("--whole", action="store_true", help="draft at every step")
+    parser.add_argument("--draft", type=Path, help="a smaller model: a folder or a .gguf file")
+    parser.add_argument("--corpus", type=Path, help="texts that are copied from")
     parser.add_argument("--data", type=Path, help="text for passes that learn from some")
     args = parser.parse_args()
     names = chosen(args.recipes)

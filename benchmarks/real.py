@@ -50,13 +50,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from systems import settle, with_settings
+from systems import settle, with_guests, with_settings
 
 import graftwork as gw
 from graftwork.backends import Target
 from graftwork.backends.tiles import kernel_name
 from graftwork.data.cost import Remembered, cost_of
-from graftwork.draft_option import with_draft
 from graftwork.ir.plan.contract import changes
 from graftwork.measuring.agreement import OwnText
 from graftwork.passes.engine.base import Effect
@@ -127,10 +126,7 @@ class Plain:
 
     def made(self, recipe: Recipe) -> gw.Model:
         """Errors: `GraftworkError` where the recipe refuses."""
-        if "a corpus file" in recipe.brought:
-            recipe = recipe.with_options([f"draft_corpus.path={self.args.corpus}"])
-        if any("" in step.pass_.models for step in recipe.steps):
-            recipe = with_draft(recipe, self.args.draft)
+        recipe = with_guests(recipe, self.args.corpus, self.args.draft)
         data = None
         if recipe.reads_text:
             data = documents(self.args.calibration, self.model, LEARNT)

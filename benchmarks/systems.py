@@ -26,6 +26,7 @@ import torch
 import graftwork as gw
 from graftwork.backends import Target
 from graftwork.choosing import joined
+from graftwork.draft_option import with_draft
 from graftwork.ir.support import threads
 from graftwork.recipe import Recipe
 
@@ -129,6 +130,15 @@ def with_settings(name: str, settings: Sequence[str]) -> Recipe:
     """A recipe with those of the ``recipe.pass.option=value`` settings that name it."""
     mine = [rest for owner, _, rest in (s.partition(".") for s in settings) if owner == name]
     return Recipe.load(name).with_options(mine)
+
+
+def with_guests(recipe: Recipe, corpus: Path | None, draft: Path | None) -> Recipe:
+    """A recipe with the files that it asks for: a corpus to draft from, a smaller model."""
+    if corpus is not None and "a corpus file" in recipe.brought:
+        recipe = recipe.with_options([f"draft_corpus.path={corpus}"])
+    if draft is not None and any("" in step.pass_.models for step in recipe.steps):
+        recipe = with_draft(recipe, draft)
+    return recipe
 
 
 def optimized_model(
