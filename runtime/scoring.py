@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..ir import InputError, UnsupportedError
-from ..ir.execution.executable import Executable
+from ..ir import InputError, Program, TensorType, UnsupportedError
+from ..ir.execution.executable import Executable, fact
 from ..ir.plan.inputs import chain_inputs
 from .asking.input_ids import check_ids
 from .asking.text import Text
@@ -24,6 +24,12 @@ from .feeding.draft import UnverifiedStep
 from .feeding.feed import Feeder
 
 LOGITS = ("logits",)
+
+READ = 2 << 30
+"""Bytes that what is as wide as the vocabulary may take while a piece is read."""
+
+COPIES = 4
+"""How often the widest of that is there at once: as it was made, and in what is made of it."""
 
 
 @torch.no_grad()
@@ -101,6 +107,7 @@ class _Scoring:
         self.depth = policy_of(executable)
         self.depth.learns = False
         most = self.cache.most
+        self.widest = max(READ // (batch * fact(executable, row_bytes)), 1)
         self.feeder.begin(length if most is None else min(length, most), 0)
         for feeder in filter(None, (self.reader, self.ahead)):
             feeder.rows = self.feeder.rows
@@ -128,8 +135,9 @@ class _Scoring:
         while start < stop:
             self.cache.settle(self.texts)
             most = self.cache.room([text.rows for text in self.texts])
+            most = self.widest if most is None else min(self.widest, most)
             width = feeder.chunk(stop - start, most)
-            count = min(width, stop - start) if most is None else min(width, most, stop - start)
+            count = min(width, most, stop - start)
             piece = self.ids[:, start : start + count]
             found += self._piece(feeder, piece, width, fetch)
             if self.depth.reads:
@@ -167,6 +175,16 @@ class _Scoring:
         for text in self.texts:
             text.grow(1)
         return _kept(outputs["logits"], 1)
+
+
+def row_bytes(program: Program) -> int:
+    """Bytes that what is as wide as the vocabulary takes for each token whose logits are read."""
+    vocabulary = program.info.vocab_size
+    rows = dict.fromkeys("BST", 1)
+    types = [node.meta["type"] for node in program.step if node.op == "call_function"]
+    wide = [t for t in types if isinstance(t, TensorType) and t.dims[-1:] == (vocabulary,)]
+    sizes = [each.bind(rows).nbytes for each in wide]
+    return COPIES * max(sizes, default=1)
 
 
 def _kept(output: torch.Tensor, count: int) -> torch.Tensor:

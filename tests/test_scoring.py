@@ -25,6 +25,8 @@ from graftwork.measuring.agreement import plain_plan
 from graftwork.model import Model
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights
+from graftwork.passes.stepping.contrast_layers import ContrastLayers
+from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime.generation import generate
 from graftwork.runtime.scoring import score
 
@@ -74,6 +76,30 @@ def test_texts_longer_than_a_step_are_fed_in_pieces(monkeypatch: pytest.MonkeyPa
     ids = texts(2, 11)
     found = model(cached_llama(), "onnxruntime")(ids)
     torch.testing.assert_close(found, reference(ids), atol=2e-5, rtol=1e-4)
+
+
+def test_wide_logits_are_read_in_smaller_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of several layers, of a large vocabulary, would otherwise take all memory there is."""
+    from graftwork.runtime import scoring
+
+    plain = cached_llama()
+    contrasting = ContrastLayers(layers=(1,)).run(PickLogits().run(plain).program).program
+    vocabulary = plain.info.vocab_size
+    assert scoring.row_bytes(plain) == scoring.COPIES * vocabulary * 4
+    assert scoring.row_bytes(contrasting) == 2 * scoring.row_bytes(plain)
+    ids, fast = texts(2, 11), model(contrasting, "onnxruntime")
+    whole = fast(ids)
+    monkeypatch.setattr(scoring, "READ", 3 * 2 * scoring.row_bytes(contrasting) + 1)
+    widths: list[int] = []
+    piece = scoring._Scoring._piece
+
+    def noted(self: Any, feeder: Any, ids: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+        widths.append(ids.shape[1])
+        return piece(self, feeder, ids, *rest)
+
+    monkeypatch.setattr(scoring._Scoring, "_piece", noted)
+    torch.testing.assert_close(fast(ids), whole, atol=2e-5, rtol=1e-4)
+    assert widths == [1, 3, 3, 3, 1]
 
 
 @pytest.mark.parametrize("backend", TARGETS)
