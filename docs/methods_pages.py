@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from graftwork.ir.plan.base import RECORDS
 from graftwork.ir.plan.contract import changes
 from graftwork.passes import Pass
 from graftwork.recipe import Recipe, recipes
@@ -49,6 +50,9 @@ REAL = (
     "and how often the likeliest token is the same ([how this was taken](../real_models.md))."
 )
 """What the columns of real_models.md say."""
+
+ELSEWHERE = re.compile(r"(?:[Ss]ee|as in|as of) (?:the record|`(\w+)`)[.;]?")
+"""What a docstring says where the words stand in another one."""
 
 CONTRACTS = {
     "exact": "Logits stay as they are, up to float error.",
@@ -196,12 +200,7 @@ def _options(recipe: Recipe) -> Iterator[str]:
         shown = True
         yield f"**{pass_.name}** (`--set {pass_.name}.OPTION=VALUE`)"
         yield ""
-        doc = " ".join((type(pass_).__doc__ or "").split("Before::")[0].split())
-        about, meanings = _meanings(doc, values)
-        for base in type(pass_).__mro__[1:]:  # of options that passes share
-            more = " ".join((vars(base).get("__doc__") or "").split())
-            told = {n: m for n, m in meanings.items() if not re.fullmatch(r"see `\w+`\.?", m)}
-            meanings = {**meanings, **_meanings(more, values)[1], **told}
+        about, meanings = _told_of(pass_, values)
         if about:
             yield _prose(about)
             yield ""
@@ -218,16 +217,51 @@ def _options(recipe: Recipe) -> Iterator[str]:
         yield ""
 
 
+def _told_of(pass_: Pass, options: Iterable[str]) -> tuple[str, dict[str, str]]:
+    """What is said of a pass, and of each of its options: by itself, by what passes share, by the
+    record of the plan that it makes, and by those that these point to, the first that does."""
+    record = getattr(pass_, "record", None)
+    classes = [*type(pass_).__mro__, *(record.__mro__ if isinstance(record, type) else ())]
+    abouts, listed, named = [], dict[str, str](), dict[str, str]()
+    for each in classes:
+        doc = " ".join((vars(each).get("__doc__") or "").split("Before::")[0].split())
+        about, found = _meanings(doc, options)
+        abouts += [about] if each in (type(pass_), record) else []
+        named = {**_named(doc, options), **named}
+        for name, said in found.items():
+            there = ELSEWHERE.fullmatch(said)
+            if there is None:
+                listed.setdefault(name, said)
+            elif there[1] in known_classes() and known_classes()[there[1]] not in classes:
+                classes.append(known_classes()[there[1]])
+    own = (about for about in abouts if about and not ELSEWHERE.fullmatch(about))
+    return next(own, ""), {**named, **listed}
+
+
+@lru_cache(maxsize=1)
+def known_classes() -> dict[str, type]:
+    """Passes by name, records and what they are made of by that of the class."""
+    passes = {pass_.name: type(pass_) for recipe in recipes() for pass_ in own_passes(recipe)}
+    classes = [*passes.values(), *RECORDS.values()]
+    return {**passes, **{base.__name__: base for each in classes for base in each.__mro__}}
+
+
 def _meanings(doc: str, options: Iterable[str]) -> tuple[str, dict[str, str]]:
     """What a docstring says of a pass, and of each of its options: "Copies. tokens: at most." """
-    doc = re.sub(r" ?The rest: see .*$", "", doc)
-    names = "|".join(sorted(map(re.escape, options), key=len, reverse=True))
-    one = rf"(?:{names})"
-    pieces = re.split(rf"(?:^|(?<=[.;)] ))({one}(?:, {one})*): ", doc)
+    doc = re.sub(r" ?The rest: [Ss]ee .*$", "", doc)
+    word = r"[a-z]\w*"
+    pieces = re.split(rf"(?:^|(?<=[.;)] ))({word}(?:, {word})*): ", doc)
     found: dict[str, str] = {}
     for said, meaning in zip(pieces[1::2], pieces[2::2], strict=True):
         found |= dict.fromkeys(said.split(", "), meaning.strip())
-    return pieces[0].strip(), found
+    return pieces[0].strip(), {name: found[name] for name in options if name in found}
+
+
+def _named(doc: str, options: Iterable[str]) -> dict[str, str]:
+    """The first sentence with each option's name as code: "Of each level the `width` best stay." """
+    sentences = re.split(r"(?<=\.) (?=[A-Z`]|[a-z]\w*(?:, [a-z]\w*)*: )", doc)
+    found = {o: next((s for s in sentences if f"`{o}`" in s), "") for o in options}
+    return {option: sentence for option, sentence in found.items() if sentence}
 
 
 def _prose(doc: str) -> str:

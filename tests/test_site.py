@@ -68,6 +68,14 @@ def test_options_say_what_they_mean(made: dict[str, str]) -> None:
     assert not [name for name, text in made.items() if "The rest: see" in text]
 
 
+def test_no_option_is_left_without_words(made: dict[str, str]) -> None:
+    rows = re.compile(r"^\| `(\w+)` \| `.*` \| `.*` \| (.*) \|$", re.M)
+    found = [row for page in made.values() for row in rows.findall(page)]
+    assert len(found) > 300
+    unsaid = [name for name, said in found if not said or methods_pages.ELSEWHERE.fullmatch(said)]
+    assert not unsaid
+
+
 def test_figures_stand_beside_the_command_that_gave_them(made: dict[str, str]) -> None:
     page = made["methods/int4.md"]
     cost = page.partition("## What it cost")[2].partition("\n## ")[0]

@@ -50,9 +50,9 @@ class ContinuedDraft(TwofoldDraft):
 
     In training a level's loss is `token` times that of its token and `feature` times the distance
     between what the head reads of it and the step's output `near`, which the target's own head
-    reads; levels of `first` weigh decay^level, and those of `then` as much as that one says, times
-    `later`. What a head reads is the ``feature`` that a function returns, ``hidden`` where there is
-    none. noise: whether the states that go in get some (EAGLE).
+    reads; levels of `first` weigh `decay` to the power of the level, and those of `then` as much as
+    that one says, times `later`. What a head reads is the ``feature`` that a function returns,
+    ``hidden`` where there is none. noise: whether the states that go in get some (EAGLE).
     """
 
     token: Factor = 1.0

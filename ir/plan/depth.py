@@ -62,7 +62,7 @@ class ThresholdDepth(DepthRecord):
     """Base of records that let tokens leave where the first layers are sure.
 
     threshold: of their confidence, at the first place; at place t of N it is 0.9 threshold + 0.1
-    threshold exp(-decay t / N), so with decay=0 the same everywhere (as in FREE's code; in CALM,
+    threshold exp(-`decay` t / N), so with decay=0 the same everywhere (as in FREE's code; in CALM,
     Schuster et al. 2022, the second term is 0.1 exp(-decay t / N), whatever the threshold).
     tokens: the first so many new tokens of a text may be written early, those behind them run
     through all layers, and N is that number: what a threshold promises, it promises of texts of one

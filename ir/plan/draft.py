@@ -259,7 +259,8 @@ class CachedDraft(LearningDraft):
     None: as many as the target. trained: whether the weights know anything. entry: a function that
     takes the output as ``hidden`` and returns the ``hidden`` that `function` takes; None: that is
     the output itself. rollout: levels that it is trained on, each on its own states of the one
-    before, weighted decay^level (EAGLE-3); 0: it is trained to predict the output (EAGLE).
+    before, weighted `decay` to the power of the level (EAGLE-3); 0: it is trained to predict the
+    output (EAGLE).
     stepwise: whether it is fed each token that it drafts before it predicts the next.
     """
 

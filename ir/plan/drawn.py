@@ -18,9 +18,10 @@ class SampledShape(ShapedTree):
 
     paths: a node each, parents and earlier siblings first, the nodes that are worth most first, so
     that the first so many are the best tree of that size. Node (0, 2): of the first child of the
-    root the third one. Siblings are sampled without replacement (Sequoia, Chen et al. 2024). The
-    options are those of `chosen`. Errors: `InputError` for a node without its parent or its earlier
-    siblings.
+    root the third one. Siblings are sampled without replacement (Sequoia, Chen et al. 2024).
+    Instead of paths: `nodes`, how many the best tree has if `accepted`[d][r] is how often the
+    candidate of rank r at depth d + 1 is accepted; see `chosen`. Errors: `InputError` for a node
+    without its parent or its earlier siblings.
     """
 
     paths: Paths = ((0,),)
@@ -94,7 +95,7 @@ class DynamicSample(TreeRecord):
 
 @policy
 class StochasticBeam(TreeRecord):
-    """Of each level the `width` nodes of a stochastic beam: paths sampled without replacement.
+    """Of each of `depth` levels the `width` nodes of a stochastic beam, drawn without replacement.
 
     A path's score is its log probability with Gumbel noise, drawn so that its parent's is the
     largest of its children's; all that the beam has held is the draft (RSD-S: Jeon et al.,

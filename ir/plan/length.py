@@ -61,7 +61,7 @@ class FixedLength(LengthRecord):
 
 @policy
 class SvipLength(LengthRecord):
-    """Go deeper while exp(-scale * sqrt(entropy of the draft's prediction)) exceeds `threshold`.
+    """Go deeper while exp(-`scale` * sqrt(entropy of what is drafted)) exceeds `threshold`.
 
     The bound grows with the chance that the target accepts (SVIP, Zhang et al. 2024). Entropy in
     nats. For drafters that predict level by level with probabilities: one that copies has none and

@@ -31,12 +31,13 @@ class SuperposedStep(StepRecord):
     A call that asks for several texts of a prompt without sampling gets `drafts` of them at most
     out of one row of the batch (Superposed Decoding, Shen et al. 2024): each step is fed the mean
     of their last tokens' embeddings, weighted by their probabilities, and its likeliest tokens, as
-    many as there are drafts times `spread`, may follow any of them. A draft's probability grows by
+    many as there are drafts times `spread`, may follow any of them. With `alpha` as the n-gram
+    models' weight a draft's probability grows by
 
         (1 - alpha) log p + alpha log q
 
     where p is the step's distribution at `temperature` among those tokens, and q the n-gram models'
-    behind that draft: orders[i] is the weight of the one that looks at the last i tokens.
+    behind that draft: `orders`[i] is the weight of the one that looks at the last i tokens.
     penalty: what a draft loses behind which the n-gram models know none of the tokens. weight:
     i64[N] of the program, the text that n-grams are counted in, -1 behind each document; none:
     there is no smoothing, and alpha is 0. All other calls run as without it.

@@ -149,7 +149,8 @@ class StaticTree(ShapedTree):
 
     ``((0,), (0, 0), (1,))``: the likeliest token, what follows it, and the second likeliest token.
     The most valuable first, as a draft that is cut keeps the first ones; every node comes after its
-    parent. Errors: `InputError` otherwise. The options are those of `chosen`.
+    parent. Errors: `InputError` otherwise. Instead of paths: `nodes`, how many the best tree has if
+    `accepted`[d][r] is how often the candidate of rank r at depth d + 1 is accepted; see `chosen`.
     """
 
     paths: Paths = ((0,),)
@@ -305,7 +306,7 @@ class WidenedChain(TreeRecord):
     """A chain of the likeliest tokens with siblings beside it where the drafter is unsure (CaPE).
 
     depth: of the chain. counts: candidates of a level, the chain's own token included: counts[i] up
-    to a probability of bounds[i] of that token, the last one above all bounds. Only the chain
+    to a probability of `bounds`[i] of that token, the last one above all of them. Only the chain
     itself is predicted further, so that the drafter runs as often as for a chain (Du et al., "GliDe
     with a CaPE", 2024). Errors: `InputError` for bounds that do not rise within 0..1, or counts
     that are not one more than bounds.

@@ -146,7 +146,7 @@ class Vouched(VerifyRecord):
 
 @policy
 class Contrastive(VerifyRecord):
-    """Decode p^(1 + beta) / q^beta, p being the target's distribution and q the drafter's.
+    """Decode p^(1 + `beta`) / q^`beta`, p being the target's distribution and q the drafter's.
 
     Only tokens with at least `plausible` times the best one's p come into question (Yuan et al.,
     "Speculative Contrastive Decoding", 2024). The text depends on the drafter; beta=0 is p itself.

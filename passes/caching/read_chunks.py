@@ -55,7 +55,7 @@ G = torch.ops.graftwork
 class ReadChunks(RecordedContents):
     """rows: that a token reads of whole blocks, so many chunks as they make. chunk: rows that share
     a landmark. block: rows that come before they get landmarks. full: first layers that read all
-    rows. prefill: see `Prompts`."""
+    rows. prefill: as of `read_sparse`."""
 
     rows: Context = 256
     full: Rank = 0

@@ -83,7 +83,8 @@ class ReadSparse(LearnedContents):
     first layers that read all rows. picks: layers beyond these that pick, evenly apart, for those
     behind them, too; 0: each for itself. channels: of a key in its label, those that make the most
     of the products of queries and keys on text, of which `windows` of `length` tokens are read.
-    prefill: see `Prompts`."""
+    prefill: prompts run through the function that there was, which reads all rows ("full"), or as
+    what is generated does ("same")."""
 
     pick: Literal["attention", "labels"] = "labels"
     rows: Rows = 256

@@ -31,7 +31,8 @@ class ChimeraDraft(CachedDraft):
     before each; it returns ``hidden`` [B,T,H], what stands in for the target's state at the place
     of each token, and ``joined`` [B,T,2*H], that behind the state beside the token. heads: one a
     level; each takes, as ``hidden`` [B,T,2*H], the target's last state and, behind it, what the
-    function made of a node. hard: the part of the loss of tokens that the text's own tokens have.
+    function made of a node. decay: as in `CachedDraft`. hard: the part of the loss of tokens that
+    the text's own tokens have.
     """
 
     heads: Filled[tuple[str, ...]] = ()

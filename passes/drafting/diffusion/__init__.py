@@ -62,7 +62,8 @@ class DiffusionDraft(OneCallDraft):
     places see each other. window: the last tokens of the text that are fed with them each time, and
     that see all of it, too, as models need that read both ways; 0: the text's rows are cached, and
     each sees those before it. early: whether what a place holds is predicted one place before it.
-    order: see `Order`.
+    order: which masks a step replaces: "confidence", those whose best token is likeliest, equally
+    many a step; "ancestral", each with the schedule's probability.
     """
 
     levels: Levels = 8

@@ -34,7 +34,8 @@ class SearchedSkippingDraft(SkippingDraft):
     segments that hold nothing of the first nor the last layer, how many are left out. levels:
     tokens drafted at most. window: tokens that a choice is tried on. period: steps from one try to
     the next. tries: before the search ends; enough: the share of tokens predicted that ends it,
-    too. What was found is kept as long as the model is. A batch leaves out the same ones.
+    too. seed: of the choices that are drawn. What was found is kept as long as the model is. A
+    batch leaves out the same ones.
     """
 
     window: Nodes = 32
