@@ -258,7 +258,7 @@ def _meanings(doc: str, options: Iterable[str]) -> tuple[str, dict[str, str]]:
 
 
 def _named(doc: str, options: Iterable[str]) -> dict[str, str]:
-    """The first sentence with each option's name as code: "Of each level the `width` best stay." """
+    """The first sentence that has each option as code: "Of each level the `width` best stay." """
     sentences = re.split(r"(?<=\.) (?=[A-Z`]|[a-z]\w*(?:, [a-z]\w*)*: )", doc)
     found = {o: next((s for s in sentences if f"`{o}`" in s), "") for o in options}
     return {option: sentence for option, sentence in found.items() if sentence}
