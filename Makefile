@@ -10,7 +10,7 @@
 #
 # Each prepares .venv by itself, from constraints.txt; it needs Python 3.11-3.13 and make, no more.
 # PYTHON=/path/to/python chooses the interpreter; ARGS="..." goes to pytest or to the demo; WORKERS=0
-# runs the tests in one process, with output as it comes. SHARE=N/16 adds a sixteenth of the long tests.
+# runs the tests in one process, with output as it comes. SHARE=N/32 adds a 32nd of the long tests.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
   $$p -c 'import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
