@@ -65,7 +65,7 @@ TOKENS, ROWS = 1024, 2048
 """Of each text that are predicted; where caches hold or read other rows, which takes long texts."""
 LEARNT = 64 * 512
 """Tokens that recipes which read text are given at most."""
-GUESTS = ("a draft model", "a smaller model", "an amateur model")
+GUESTS = ("a draft model", "a smaller model", "an amateur model", "a reference model")
 ASKED = ("a corpus file", *GUESTS, "several processes (torchrun)")
 """What recipes cannot do without."""
 LIMIT = 1800

@@ -68,22 +68,24 @@ def settled(executable: Executable) -> Executable:
 
 
 def alone(executable: Executable, *, whole: bool = False) -> Executable:
-    """The target without drafts, and without what steps do for them. whole: not in parts."""
+    """The target without drafts, and without what steps do for them. whole: not in parts. What
+    decides on tokens that nobody drafted goes on deciding."""
     plan = executable.program.plan
     whole = whole or isinstance(plan.step, Fused)
     step = Whole(function=plan.step.plain) if whole else plan.step
-    return Planned(executable, replace(plan.undrafted(), step=step))
+    undrafted = plan.undrafted()
+    verify = plan.verify if plan.verify.stays else undrafted.verify
+    return Planned(executable, replace(undrafted, step=step, verify=verify))
 
 
 def _undrafted(executable: Executable) -> Executable:
     """What decodes prompts of rows without drafts that are made of prompts' tokens. Errors:
-    `InputError` for a recipe whose drafts decide on the text."""
+    `InputError` for a recipe in which other models than the target decide on the text."""
     plan = executable.program.plan
     if not plan.verify.lone:
         raise InputError(
-            f"inputs_embeds: the recipe's verify={plan.verify.brief} decides by what draft="
-            f"{plan.draft.brief} makes of the prompts' tokens: give input_ids, or take another "
-            f"recipe"
+            f"inputs_embeds: the recipe's verify={plan.verify.brief} decides by what other models "
+            f"make of the prompts' tokens: give input_ids, or take another recipe"
         )
     if plan.speculates:
         warnings.warn(

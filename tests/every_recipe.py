@@ -60,6 +60,7 @@ def steps_of(name: str, folder: Path) -> Sequence[Step]:
     corpus.write_text("[[1, 2, 3]]")
     brought = {"draft_model.model": "other", "draft_corpus.path": str(corpus)}
     brought |= {"depth_entropy.model": "other", "contrast_model.model": "other"}
+    brought |= {"verify_suspicion.model": "other"}
     brought |= {"draft_fastcot.answer": "[1]"}
     brought |= {"draft_diffusion_model.model": "both ways", "draft_diffusion_model.token": "5"}
     brought |= {"draft_diffusion_model.window": "16"}

@@ -228,5 +228,7 @@ def test_verifiers_that_ask_drafts_are_refused() -> None:
     program = cached_llama()
     options = read_options({"num_beams": 2}, program.info)
     check_beams(options, program.plan)
-    with pytest.raises(InputError, match=r"verify=contrastive.* decides by its drafts"):
+    with pytest.raises(
+        InputError, match=r"verify=contrastive.* decides by what another model says"
+    ):
         check_beams(options, replace(program.plan, verify=Contrastive()))

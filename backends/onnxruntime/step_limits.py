@@ -45,6 +45,13 @@ def refuse_more(program: Program) -> None:
             f"baseline"
         )
     _refuse_two_steps(program)
+    if program.plan.step.along:
+        raise UnsupportedError(
+            f"{program.name} has another model read along and decide on tokens (verify="
+            f"{program.plan.verify.brief}), and the decode graph that other loaders run has no "
+            f"place for it: save it and load it with graftwork, or export the model's own step by "
+            f"name (plain=True, --plain on the command line), which nobody checks"
+        )
     if not program.plan.speculates:
         return
     raise UnsupportedError(

@@ -191,7 +191,8 @@ def _idle(plan: DecodePlan) -> Iterator[str]:
     draft, tree, length, verify = plan.draft, plan.tree, plan.length, plan.verify
     who = f"draft={draft.brief}"
     if not plan.speculates:
-        for record in (tree, length, verify):
+        asked = (tree, length) if verify.stays else (tree, length, verify)
+        for record in asked:
             if record != getattr(DEFAULT, record.slot):
                 yield f"{record.slot}={record.brief} is never asked: nothing drafts"
     growing = [leaf for leaf in draft.leaves if leaf.grows]

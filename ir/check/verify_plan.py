@@ -32,7 +32,9 @@ READ_WINDOWS = (
 )
 """Ops that select the valid rows of a window."""
 
-FUNCTION_FIELDS = ("function", "functions", "entry", "chain", "plain", "prefill", "head")
+FUNCTION_FIELDS = (
+    *("function", "functions", "entry", "chain", "plain", "prefill", "head", "beside", "guest"),
+)
 """Fields of records that name functions."""
 
 

@@ -196,7 +196,7 @@ class GoodputLength(LengthRecord):
 
     def misfits(self, plan: DecodePlan) -> Iterator[str]:
         """See `Record.misfits`: a verifier whose text depends on what is drafted."""
-        if plan.verify.contract is Contract.APPROXIMATE:
+        if plan.verify.contract is Contract.APPROXIMATE and not plan.verify.stays:
             yield (
                 f"verify={plan.verify.brief} keeps tokens for being drafted, and length="
                 f"{self.brief} drafts as measured time says: the text would depend on the clock. "

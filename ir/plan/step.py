@@ -59,6 +59,11 @@ class StepRecord(Record):
         return ()
 
     @property
+    def along(self) -> tuple[str, ...]:
+        """Those of them that make nothing of the target's: they read along."""
+        return ()
+
+    @property
     def cuts(self) -> tuple[float, ...]:
         """Layers up to the end of each part but the last that has some; halves are attention."""
         return ()
@@ -146,6 +151,36 @@ class Predicted(StepRecord):
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         yield self.predict, {}
+
+
+@record
+class Accompanied(StepRecord):
+    """A step is a call of `function`, which runs the target from its tokens to its logits, and one
+    of `beside`, another model's, with caches of its own, on the same tokens.
+
+    Drafts may lead tokens through the first before the other reads them all at once.
+    """
+
+    function: str = "step"
+    beside: str = "reference"
+    kind: ClassVar[str] = "accompanied"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return self.function, self.beside
+
+    @property
+    def along(self) -> tuple[str, ...]:
+        return (self.beside,)
+
+    def misfits(self, plan: DecodePlan) -> Iterator[str]:
+        """See `Record.misfits`: tokens that the target never reads, or reads in part."""
+        if plan.depth.stops:
+            yield (
+                f"step={self.brief} lets {self.beside} read what the target reads, and depth="
+                f"{plan.depth.brief} has other models or fewer layers read some: leave one of the "
+                f"two out"
+            )
 
 
 @record

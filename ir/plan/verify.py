@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..support.errors import InputError
 from .base import Record, Returned, policy, record
-from .bounds import Amount, Filled, Nodes, Part, Share
+from .bounds import Amount, Factor, Filled, Nodes, Part, Share
 from .contract import Contract
 
 if TYPE_CHECKING:  # a plan holds records, and their methods take plans
@@ -20,7 +20,8 @@ class VerifyRecord(Record):
     """Base of verification records.
 
     siblings: it differs from `Lossless` only on siblings that were sampled independently of each
-    other. lone: whether without a draft it keeps what the target itself chooses. told: whether it
+    other. lone: whether without a draft it keeps what the target itself chooses; stays: if not,
+    whether it decides on every token by the text before it, whatever was drafted. told: whether it
     must be told what sampled chains were sampled from; else they are drawn as the text is.
     """
 
@@ -30,6 +31,7 @@ class VerifyRecord(Record):
     requires: ClassVar[frozenset[str]] = frozenset({"drafts"})
     siblings: ClassVar[bool] = False
     lone: ClassVar[bool] = True
+    stays: ClassVar[bool] = False
     told: ClassVar[bool] = False
 
 
@@ -191,3 +193,27 @@ class Judge(VerifyRecord):
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         yield self.function, {"judged": ("", "", 1)}
+
+
+@record
+class Suspicion(VerifyRecord):
+    """Replace tokens that the target finds far likelier than a reference model does (CleanGen).
+
+    A token x that the target chose is suspicious if p(x) >= `alpha` q(x), p and q being the
+    target's and the reference's distributions as they are, before temperature and filters; then the
+    reference's choice stands in its place, and the text goes on from there. guest: the function of
+    the reference, which reads along (`Accompanied`). Source: Li et al., "CleanGen: Mitigating
+    Backdoor Attacks for Generation Tasks in Large Language Models" (2024).
+    """
+
+    alpha: Factor = 20.0
+    guest: Filled[str] = "reference"
+    kind: ClassVar[str] = "suspicion"
+    lone: ClassVar[bool] = False
+    stays: ClassVar[bool] = True
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        if self.guest not in plan.step.along:
+            raise InputError(f"{self.brief}: {self.guest} does not read along: {plan.step.brief}")
+        yield self.guest, {self.guest: ("", "", "V")}

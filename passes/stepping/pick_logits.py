@@ -14,7 +14,8 @@ After::
 
 A prefill then runs the head on one token instead of the whole prompt. Outputs that the logits do
 not depend on stay as they are. Other heads that have a part in the logits, behind markers at the
-point "head", run on the same tokens. Applies to every function of the target that returns logits.
+point "head", run on the same tokens. Applies to every function of the target that returns logits;
+one that reads along (`Accompanied`) calls them as it is called itself.
 Refuses a program without markers, and one where something between the last marker and the logits
 also needs the other tokens.
 """
@@ -60,7 +61,8 @@ class PickLogits(Pass):
 
 def _pick(fn: Function) -> int | str:
     markers = fn.calls(G.hidden.default)
-    if "logits" not in fn.outputs:
+    said = next((name for name in ("logits", fn.name) if name in fn.outputs), None)
+    if said is None:
         return f"{fn.name} returns no logits"
     lasts = [node for node in markers if node.kwargs["point"] != HEAD][-1:]
     if not lasts:
@@ -68,7 +70,7 @@ def _pick(fn: Function) -> int | str:
     if fn.has_input("select"):
         return f"{fn.name} has an input 'select' already"
     heads = [node for node in markers if node.kwargs["point"] == HEAD]
-    return pick_after(fn, lasts[0], "logits", heads) or 1
+    return pick_after(fn, lasts[0], said, heads) or 1
 
 
 def pick_after(

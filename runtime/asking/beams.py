@@ -193,6 +193,6 @@ def check_beams(options: GenerationOptions, plan: DecodePlan) -> None:
         )
     if not plan.verify.lone:
         raise InputError(
-            f"{asked}: the recipe's verify={plan.verify.brief} decides by its drafts, and beams "
-            f"have none; give num_beams=1, or take a recipe without it"
+            f"{asked}: the recipe's verify={plan.verify.brief} decides by what another model says, "
+            f"and beams by the target's scores; give num_beams=1, or take a recipe without it"
         )

@@ -88,7 +88,9 @@ def reader_of(program: Program, *, argmax: bool) -> tuple[tuple[str, int], str, 
 
 
 def rows_read(program: Program) -> bool:
-    """Whether the plan's prompts may be rows."""
+    """Whether the plan's prompts may be rows: another model that reads along knows tokens alone."""
+    if program.plan.step.along:
+        return False
     both = [reader_of(program, argmax=argmax) for argmax in (True, False)]
     called = [
         (*(parts or (name,)), *([ahead] if ahead else [])) for (name, _), ahead, parts in both

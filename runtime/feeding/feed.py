@@ -170,8 +170,9 @@ class Feeder:
         self.ahead = None
         if ahead is None:
             return self.run_parts(self.parts, step, step.fetch)
-        outputs = self.run_parts(self.parts[ahead.parts :], step, step.fetch)
         wanted = self._returned(ahead, step.fetch)
+        rest = tuple(name for name in step.fetch if name not in wanted)
+        outputs = self.run_parts(self.parts[ahead.parts :], step, rest)
         width = step.width or self._least(step)
         led = {name: widened(ahead.outputs[name], width) for name in wanted}
         return Outputs({**outputs, **led}) if led else outputs

@@ -212,7 +212,7 @@ class Decoding:
         # logits tells a broken model at once.
         rests = self.resting is not self.feeder
         wanted = self.drafter.rests if rests else self.drafter.wants
-        fetch = tuple(dict.fromkeys(("logits", *wanted)))
+        fetch = tuple(dict.fromkeys(("logits", *self.verifier.begins, *wanted)))
         pieces = prefill(self.reader, texts, fetch, self.cache, self.read, fed, told=self.told)
         outputs, columns = yield from pieces
         self.verify(outputs, self.no_drafts, columns)

@@ -69,8 +69,8 @@ class GeneralRound(Round):
         asked then: it learns of such steps as of any others. Where a draft that is rejected cannot
         be taken back, or has to be the drafter's own, there is none."""
         decoding, plan = self.decoding, self.decoding.program.plan
-        lossless = plan.verify.contract is Contract.LOSSLESS
-        if not decoding.grammars or not lossless or decoding.program.recurrent:
+        free = plan.verify.contract is Contract.LOSSLESS or plan.verify.stays
+        if not decoding.grammars or not free or decoding.program.recurrent:
             return ()
         drafts = [
             Draft(text.grammar.forced(text.known)[:room])

@@ -161,11 +161,7 @@ class Scorer:
             for node in range(-1, len(drafts[index].tokens))
         ]
         logits = outputs["logits"]
-        if len(texts) == 1:
-            scores = logits[0, : len(owners)].to("cpu", torch.float32)
-        else:
-            columns = [node + 1 for _, node in owners]
-            scores = logits[[index for index, _ in owners], columns].to("cpu", torch.float32)
+        scores = rows_of(logits, len(texts), owners)
         raw, scores = scores, self.scaled(scores)
         if self.options.guided:
             away = [index + len(texts) for index, _ in owners]
@@ -257,6 +253,15 @@ class Scorer:
         draft = step.drafts[index]
         path = [draft.tokens[before] for before in draft.path(node)]
         return torch.cat([held, torch.tensor(path, dtype=torch.int64)]) if path else held
+
+
+def rows_of(values: torch.Tensor, batch: int, owners: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """The rows f32[R,V] of a step's values [B,S,V] behind the nodes of `Scorer.rows`, whose memory
+    they may share. batch: texts of the step."""
+    if batch == 1:
+        return values[0, : len(owners)].to("cpu", torch.float32)
+    columns = [node + 1 for _, node in owners]
+    return values[[index for index, _ in owners], columns].to("cpu", torch.float32)
 
 
 def agreed(draft: Sequence[int], chosen: Sequence[int], vocabulary: int) -> int:

@@ -31,15 +31,16 @@ class Verifier(ABC):
     """Decides, from the target's outputs for a step, which tokens each sequence gains.
 
     fetch: outputs of the step function that `verify` needs during decoding; the prefill always
-    brings ``logits``. takes_argmax: whether a sequence that nothing was drafted for gains the
-    step's ``argmax``. beyond: how many levels of a draft it asks for beyond those that it may
-    accept. parents: of the last step, by sequence, the one whose text it goes on from; None: its
-    own. noise: by which a text's tokens are drawn, place by place; None: they are drawn otherwise,
-    or not at all. Register a subclass with ``@VERIFIERS.register(ItsRecord, GREEDY or SAMPLING)``
-    in its own file of this folder.
+    brings ``logits``. begins: those that it needs of prompts, too. takes_argmax: whether a sequence
+    that nothing was drafted for gains the step's ``argmax``. beyond: how many levels of a draft it
+    asks for beyond those that it may accept. parents: of the last step, by sequence, the one whose
+    text it goes on from; None: its own. noise: by which a text's tokens are drawn, place by place;
+    None: they are drawn otherwise, or not at all. Register a subclass with
+    ``@VERIFIERS.register(ItsRecord, GREEDY or SAMPLING)`` in its own file of this folder.
     """
 
     fetch: tuple[str, ...] = ("logits",)
+    begins: tuple[str, ...] = ()
     takes_argmax: bool = False
     beyond: ClassVar[int] = 0
     parents: Sequence[int] | None = None

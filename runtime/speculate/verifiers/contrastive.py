@@ -14,7 +14,7 @@ target's own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -96,11 +96,12 @@ class _Contrasting(Verifier):
 class ContrastiveSampling(_Contrasting, RejectionVerifier):
     """Speculative rejection that keeps the contrasted distribution instead of the target's."""
 
-    def _weigh(self, chances: Chances, first: Mapping[int, int], drafts: Sequence[Draft]) -> None:
+    def _weighed(self, chances: Chances, first: Mapping[int, int], step: StepToVerify) -> Chances:
         for index, root in first.items():
-            for row, weak in weak_rows(root, drafts[index]):
+            for row, weak in weak_rows(root, step.drafts[index]):
                 wanted = chances.probs[row]
                 chances.replace(row, contrasted(self.record, wanted, chances.among(row, weak)))
+        return chances
 
 
 @VERIFIERS.register(Contrastive, GREEDY)

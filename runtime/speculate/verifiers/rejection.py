@@ -53,7 +53,7 @@ class RejectionVerifier(Verifier):
         scores, owners = self.scorer.rows(step)
         chances = self.scorer.warp(scores)
         first = {index: row for row, (index, node) in enumerate(owners) if node < 0}
-        self._weigh(chances, first, drafts)
+        chances = self._weighed(chances, first, step)
         verdicts = [NOTHING_GAINED] * len(drafts)
         for index, root in first.items():
             where = index, step.texts[index].generated
@@ -89,8 +89,10 @@ class RejectionVerifier(Verifier):
             twins = siblings if draft.independent else ()
             ends = [taken, *(n for n in twins if n != taken and draft.tokens[n] == kept)]
 
-    def _weigh(self, chances: Chances, first: Mapping[int, int], drafts: Sequence[Draft]) -> None:
-        """Change in place what is to be decoded; `first` is the row of each sequence's root."""
+    def _weighed(self, chances: Chances, first: Mapping[int, int], step: StepToVerify) -> Chances:
+        """What is to be decoded instead of the target's distributions, which may be changed in
+        place: here these. first: the row of each sequence's root."""
+        return chances
 
     def _pardoned(self, draft: Draft, siblings: Sequence[int]) -> int | None:
         """A sibling that is kept although all were rejected: none."""
