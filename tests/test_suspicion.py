@@ -16,6 +16,7 @@ from runtime_models import Recorder
 from selection import mostly_long
 from small_llama import small_llama
 from test_runtime_sampling import assert_distributed
+from test_serving_engine import served
 from transformers import LlamaForCausalLM
 
 import graftwork as gw
@@ -204,6 +205,13 @@ def test_untrained_drafters_leave_the_checks_in_place(clean: Path) -> None:
     with pytest.warns(GraftworkWarning, match="untrained"):
         found = fast.generate([PROMPTS[0]], **PLAIN)
     assert found[0, 8:].tolist() == by_hand(PROMPTS[0])[0]
+
+
+@pytest.mark.parametrize("name", mostly_long(["none", "own"], ["own"]))
+def test_requests_that_share_steps_are_checked(name: str, clean: Path) -> None:
+    fast = model(clean, *DRAFTS[name], target="onnxruntime:cpu:float32")
+    clients, _ = served(fast, [(prompt, {**PLAIN, "do_sample": False}) for prompt in PROMPTS])
+    assert [client.tokens for client in clients] == [by_hand(prompt)[0] for prompt in PROMPTS]
 
 
 def test_refusals(clean: Path, tmp_path: Path) -> None:

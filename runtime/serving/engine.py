@@ -388,7 +388,8 @@ class Engine:
         found = self._feeders.get((first, count))
         if found is None:
             part = self.executable.sequences(first, count)
-            found = self._feeders[first, count] = Feeder(part, count, function, spare)
+            parts = self.program.plan.step.parts
+            found = self._feeders[first, count] = Feeder(part, count, function, spare, parts)
             found.rows = self.executable.limit
         return first, found
 
