@@ -20,6 +20,7 @@ from graftwork.backends.target import Target
 from graftwork.ir import PassError, Program
 from graftwork.ir.ops.rotary import rotary, shift_rows
 from graftwork.passes.caching.evict_cache import EvictCache
+from graftwork.passes.caching.hold_windows import HoldWindows
 from graftwork.passes.caching.quantize_cache import QuantizeCache
 from graftwork.passes.caching.read_sparse import ReadSparse
 from graftwork.passes.caching.reuse_edited import ReuseEdited
@@ -94,8 +95,9 @@ def test_shifted_keys_are_those_of_the_later_positions(interleaved):
 
 
 @pytest.mark.parametrize("backend", mostly_long(("eager", "onnxruntime"), ("eager",)))
-def test_of_one_layer_edited_prompts_say_what_a_fresh_program_says(backend):
-    made, draw = program(), random.Random(3)
+@pytest.mark.parametrize("window", [None, 21])
+def test_of_one_layer_edited_prompts_say_what_a_fresh_program_says(backend, window):
+    made, draw = program(window=window), random.Random(3)
     executable = compile(made, Target(backend, threads=1))
     texts, turned = [text(1, 50)], 0
     said(executable, texts[0])
@@ -109,8 +111,9 @@ def test_of_one_layer_edited_prompts_say_what_a_fresh_program_says(backend):
     assert turned > 200
 
 
-def test_rows_behind_an_edit_are_the_old_ones_turned():
-    made, old = program(layers=3), text(5, 60)
+@pytest.mark.parametrize("shape", [{}, {"window": 9, "whole": (1,), "sinks": True}])
+def test_rows_behind_an_edit_are_the_old_ones_turned(shape):
+    made, old = program(layers=3, **shape), text(5, 60)
     new = [*old[:20], 7, 8, 9, *old[25:]]
     executable = compile(made, Target("eager"))
     said(executable, old, tokens=1)
@@ -131,7 +134,7 @@ def test_rows_behind_an_edit_are_the_old_ones_turned():
         torch.testing.assert_close(rows[None, :, 23:58], want, rtol=1e-5, atol=1e-5)
     # Deeper layers would have computed others: nobody gets this without asking.
     assert not torch.allclose(after["kv.2.value"][:, 23:58], computed["kv.2.value"][:, 23:58])
-    plain = compile(cached_llama(Shape(layers=3, context=160)), Target("eager"))
+    plain = compile(cached_llama(Shape(layers=3, context=160, **shape)), Target("eager"))
     said(plain, old, tokens=1)
     assert said(plain, new, tokens=1)[1].turned_tokens == 0
 
@@ -153,9 +156,9 @@ def test_drafts_change_nothing_of_what_is_said_after_an_edit():
     ("change", "shape", "says"),
     [
         (EvictCache(budget=32, block=8), {}, "cache=evict.* already"),
+        (HoldWindows(block=8), {"window": 8}, "cache=evict.* already, and what it drops"),
         (QuantizeCache(), {}, "stored in few bits"),
         (ReadSparse(pick="attention", rows=8, picks=1), {}, "something else of a text"),
-        (None, {"window": 8}, "a sliding window of 8"),
         (None, {"chunk": 8}, "chunks of 8 positions"),
         (None, {"slopes": True}, "by their distance"),
         (None, {"rotary": 0}, "not what a rotation"),

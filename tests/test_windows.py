@@ -125,5 +125,3 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
     only = cached_llama(Shape(layers=2, context=256, window=WINDOW))
     with pytest.raises(PassError, match=r"every layer of .* looks back over a sliding window"):
         EvictCache(budget=BUDGET, block=BLOCK).run(only)
-    with pytest.raises(PassError, match="a sliding window has rows end at other places"):
-        EvictCache(budget=BUDGET, block=BLOCK, positions="cache").run(PLAIN)

@@ -54,15 +54,14 @@ class CacheContents(Pass):
                     f"layer of its own, such as eagle2",
                 )
 
-    def refuse_places(self, program: Program, why: str = "", *, windows: bool = True) -> None:
-        """Errors: `PassError`, and why, if attention over caches asks where rows stand. windows:
-        whether a sliding window counts as that."""
+    def refuse_places(self, program: Program, why: str = "") -> None:
+        """Errors: `PassError`, and why, if attention over caches asks where rows stand, otherwise
+        than by how far before a token (a sliding window)."""
         rest = f", {why}" if why else ""
         for fn in program.functions.values():
             masks = fn.calls(G.step_mask.default)
-            if not windows:
-                masks = [mask for mask in masks if arguments(mask)["window"] is None]
-            for near in filter(None, map(reach_of, masks)):
+            far = [mask for mask in masks if arguments(mask)["window"] is None]
+            for near in filter(None, map(reach_of, far)):
                 self.refuse(True, f"{fn.name} looks back over {near}{rest}")
             by_distance = bool(masks and fn.calls(G.alibi.default, G.distance_bias.default))
             weighs = "weighs rows by their distance (ALiBi, or a table)"

@@ -23,9 +23,10 @@ keep the queries of the last `block` rows, which the step writes, and h2o a sum 
 cache, where the step makes the draft, keeps its first rows and its latest.
 
 positions: "absolute", rows keep the positions of the text, which ends at the model's context; or
-"cache", a row's position is its place, so that texts may be endless: the kept keys are turned to
-where they end up, and nothing sees further than the budget. Turning again and again adds rounding
-errors, in half precision some percent over a long text; the sinks are never turned.
+"cache", a row's position is its place among the rows of its own layer, so that texts may be
+endless: the kept keys are turned to where they end up, and nothing sees further than the budget.
+Turning again and again adds rounding errors, in half precision some percent over a long text; the
+sinks are never turned, and a window's rows only as often as blocks fit into it.
 
 Layers that look back over a sliding window hold the rows that it reaches, and no more: they lose
 nothing. The budget is that of the others.
@@ -145,7 +146,7 @@ class EvictCache(LearnedContents, RecordedContents):
         if self.heads == "own":
             chosen = [write for write in own if write.window is None]
             remarks = by_query_head(chosen, functions.values(), states)
-        classes = _classes(settings, own, functions, states)
+        classes = _classes(settings, program, own, functions, states)
         builder = Builder(settings, program, functions, states, classes)
         for write in writes:
             if not windows_alone or write.window is not None:
@@ -172,7 +173,7 @@ class EvictCache(LearnedContents, RecordedContents):
 
     def _writes(self, functions: dict[str, Function], program: Program) -> Iterator[Written]:
         """Of each layer with a cache the first write; of the target's, from its plain step."""
-        self.refuse_places(program, "which rows that were dropped would shift", windows=False)
+        self.refuse_places(program, "which rows that were dropped would shift")
         for fn in functions.values():
             self.refuse(
                 bool(fn.calls(G.attend_rows.default)),
@@ -209,6 +210,7 @@ def _since(settings: Settings) -> int:
 
 def _classes(
     settings: Settings,
+    program: Program,
     caches: list[Written],
     functions: dict[str, Function],
     states: dict[str, State],
@@ -228,5 +230,5 @@ def _classes(
             kept.setdefault(fewer, []).extend(own)
     for fn in functions.values():
         for fewer, own in kept.items():
-            narrow(fn, own, fewer, settings.record.block)
+            narrow(fn, program, own, fewer, settings.record.block, turned=settings.turned)
     return {symbol: budget for budget, symbol in classes.items()}

@@ -25,7 +25,7 @@ from ...ir import (
 from ...ir.plan import Evict
 from ...ir.rewrite.cleanup import sweep
 from ...ir.rewrite.expand import inline
-from .budgets.base import BUDGETS, alike
+from .budgets.base import BUDGETS
 from .cached_rows import ATTENDS, CachedRows, Written
 from .contents import upkeep
 from .rotation import Rotation
@@ -93,7 +93,9 @@ class Settings:
         whole = [cache for cache, window in zip(caches, near, strict=True) if window is None]
         layers = [program.states[cache.names[0]].layer for cache in whole]
         if windows is not None:
-            _check_text(options, budget, layers, windows)
+            _check_text(
+                options, budget, [program.states[cache.names[0]] for cache in whole], windows
+            )
         by_cache = BUDGETS.find(options.layers)(
             {
                 **{"program": program, "caches": whole, "windows": windows, "layers": layers},
@@ -131,14 +133,6 @@ class Settings:
             f"method={options.method!r} turns queries to a text's end, which only "
             f"positions='cache' tells",
         )
-        what = f"layers={options.layers!r}"
-        if options.layers == alike.__name__:
-            what = "a sliding window"
-        refuse(
-            bool(self.by_cache) and self.turned,
-            f"{what} has rows end at other places in other layers, and positions='cache' takes "
-            f"their place for their position",
-        )
         refuse(
             self.most + block > context,
             f"budget={self.most} and a block of {block} are more than the model's context of "
@@ -153,14 +147,15 @@ def _whole(rows: int, block: int) -> int:
 
 
 def _check_text(
-    options: EvictCache, budget: int, layers: Sequence[int | None], windows: torch.Tensor
+    options: EvictCache, budget: int, keys: Sequence[State], windows: torch.Tensor
 ) -> None:
-    """Errors: `PassError` where text cannot tell a layer's caches apart."""
+    """Errors: `PassError` where text cannot tell a layer's heads apart."""
     what, score = f"layers={options.layers!r}", BUDGETS.find(options.layers).score
+    joined = [state.name for state in keys if state.type.dims[1] != 1]
     options.refuse(
-        len(set(layers)) == len(layers),
-        f"{what} shares rows among caches of heads, and every layer has one cache: run split_heads "
-        f"before",
+        bool(joined),
+        f"{what} shares rows among caches of heads, and {', '.join(joined[:3])} have several heads "
+        f"each: run split_heads before",
     )
     if score is not None:
         options.refuse(

@@ -21,6 +21,9 @@ step's first token, and what it sees depends on distances alone::
     %p: i64[B,T] = aten.sub.Tensor(%positions, aten.unsqueeze(%d, 1))
     %m2: bool[B,1,T,C.2] = graftwork.step_mask(%r, %p, None, C.2, window=512)
 
+Where a row's position is its place (`evict_cache`, positions "cache"), it is its place among the
+rows of its own layer: that layer's queries and keys are rotated for `%p`, too.
+
 `past` counts the rows of the layers that keep most. Budgets are multiples of the block, and all
 layers lose rows where a block ends: so `past` says how many rows each layer holds.
 """
@@ -33,9 +36,10 @@ from dataclasses import replace
 import torch
 import torch.fx
 
-from ...ir import Function, PassError, State, Sym, TensorType, arguments, type_of
+from ...ir import Function, PassError, Program, State, Sym, TensorType, arguments, site_of, type_of
 from ...ir.rewrite.cleanup import sweep
-from .cached_rows import ATTENDS
+from .cached_rows import ATTENDS, CachedRows
+from .rotation import Rotation
 
 A, G = torch.ops.aten, torch.ops.graftwork
 
@@ -54,19 +58,30 @@ def rows_before(fn: Function, budget: int, block: int) -> torch.fx.Node:
         return fn.call(A.minimum.default, past, fn.call(A.add.Scalar, within, budget))
 
 
-def narrow(fn: Function, states: Collection[State], budget: int | None, block: int) -> None:
+def narrow(
+    fn: Function,
+    program: Program,
+    states: Collection[State],
+    budget: int | None,
+    block: int,
+    *,
+    turned: bool,
+) -> None:
     """Let a function keep these states' rows within a budget, in place.
 
-    states: as they are to be. budget: None: that of the layers that keep most, whose rows do not
-    change; windows then look back from where the rows stand. Errors: `PassError` where their rows
-    are used otherwise.
+    program: with the tables of rotations. states: as they are to be. budget: None: that of the
+    layers that keep most, whose rows do not change; windows then look back from where the rows
+    stand. turned: positions are places of rows. Errors: `PassError` where their rows are used
+    otherwise.
     """
     own = [state for state in states if fn.has_input(state.name)]
     if not own:
         return
     past = fn.input("past")
     place = past if budget is None else rows_before(fn, budget, block)
+    places = _places(fn, place)
     attends: dict[torch.fx.Node, None] = {}
+    rotated: dict[torch.fx.Node, None] = {}
     for state in own:
         node = fn.input(state.name)
         for write in [user for user in node.users if user.op != "output"]:
@@ -76,36 +91,80 @@ def narrow(fn: Function, states: Collection[State], budget: int | None, block: i
                     f"write rows at past; give all layers the same budget"
                 )
             write.update_arg(2, place)
-            attends |= dict.fromkeys(n for n in write.users if n.target in ATTENDS)
+            found = dict.fromkeys(n for n in write.users if n.target in ATTENDS)
+            rotated |= dict.fromkeys(
+                CachedRows((write,)).new for attend in found if attend.args[1] is write
+            )
+            attends |= found
         node.meta["type"] = state.type
+    rotated |= dict.fromkeys(attend.args[0] for attend in attends)  # type: ignore[misc]
+    if turned and budget is not None:
+        _rotate(fn, program, [node for node in fn.calls() if node in rotated], places)
     masks: dict[torch.fx.Node, torch.fx.Node] = {}
     for attend in attends:
         given = arguments(attend)
         mask = given["mask"]
         assert isinstance(mask, torch.fx.Node)
         if mask not in masks:
-            masks[mask] = _mask(fn, mask, place, own[0])
+            masks[mask] = _mask(fn, mask, place, places, own[0])
         attend.update_arg(list(given).index("mask"), masks[mask])
     fn.retype()
     sweep(fn)
 
 
-def _mask(fn: Function, mask: torch.fx.Node, place: torch.fx.Node, state: State) -> torch.fx.Node:
-    given = arguments(mask)
+def _places(fn: Function, place: torch.fx.Node) -> torch.fx.Node:
+    """Where rows of a step's tokens stand if that of the first is `place`, at the top of a function
+    but for that: i64[B,T]."""
+    positions = fn.input("positions")
+    with fn.graph.inserting_before(place.next if place.op == "call_function" else fn.calls()[0]):
+        dropped = fn.call(A.sub.Tensor, fn.call(A.select.int, positions, 1, 0), place)
+        return fn.call(A.sub.Tensor, positions, fn.call(A.unsqueeze.default, dropped, 1))
+
+
+def _rotate(
+    fn: Function, program: Program, rotated: Collection[torch.fx.Node], places: torch.fx.Node
+) -> None:
+    """Rotate queries and keys, in the function's order, for these places."""
+    made: dict[Rotation, list[torch.fx.Node]] = {}
+    for node in rotated:
+        rotation = Rotation.of(node, fn.input("positions"))
+        if rotation is None:
+            raise PassError(
+                f"evict_cache: positions='cache' takes a row's place in its layer for its "
+                f"position, and %{node.name} of {fn.name}, whose layer drops rows at other places "
+                f"than others do, is not what a rotation by the tokens' own positions gives, from "
+                f"tables (tabulate_positions makes them): use positions='absolute'"
+            )
+        with fn.graph.inserting_before(node):
+            if rotation not in made:
+                made[rotation] = rotation.angles(fn, program, places)
+            given, inner = (node.args[0], *made[rotation]), rotation.interleaved
+            again = fn.call(G.rotary.default, *given, site=site_of(node), interleaved=inner)
+        fn.replace(node, again)
+
+
+def _mask(
+    fn: Function,
+    mask: torch.fx.Node,
+    place: torch.fx.Node,
+    places: torch.fx.Node,
+    state: State,
+) -> torch.fx.Node:
+    given, positions = arguments(mask), fn.input("positions")
     made = mask.target is G.step_mask.default and given["past"] is fn.input("past")
+    made = made and given["positions"] is positions
     if not made or given["row_positions"] is not None or given["chunk"] is not None:
         raise PassError(
             f"evict_cache: %{mask.name} of {fn.name}: {type_of(mask)} hides rows of {state.name} "
             f"otherwise than by past; give all layers the same budget"
         )
-    positions, window = given["positions"], given["window"]
+    window = given["window"]
     with fn.graph.inserting_before(mask):
-        if window is not None:
-            first = fn.call(A.select.int, positions, 1, 0)
-            dropped = fn.call(A.sub.Tensor, first, place)
-            positions = fn.call(A.sub.Tensor, positions, fn.call(A.unsqueeze.default, dropped, 1))
         return fn.call(
             G.step_mask.default,
-            *(place, positions, given["ancestors"], Sym(str(state.capacity))),
+            place,
+            positions if window is None else places,
+            given["ancestors"],
+            Sym(str(state.capacity)),
             **({} if window is None else {"window": window}),
         )

@@ -23,9 +23,13 @@ that ask for it do so.
 Source: He et al., "Let the Code LLM Edit Itself When You Edit the Code" (2024), positional
 integrity encoding.
 
-Refuses caches that lose rows, store them in few bits or are not keys and values alone; keys that
-are not what a rotation by the tokens' own positions makes them; attention over a sliding window, or
-that weighs rows by their distance; drafts with a cache of their own; recurrences.
+Layers that look back over a sliding window keep all rows here, and look back over them from where
+they come to stand.
+
+Refuses caches that lose rows, those of windows included (`hold_windows`): what is fed with the new
+text before it would miss them. And caches that store rows in few bits or are not keys and values
+alone; keys that are not what a rotation by the tokens' own positions makes them; attention over
+chunks, or that weighs rows by their distance; drafts with a cache of their own; recurrences.
 """
 
 from __future__ import annotations
@@ -76,7 +80,7 @@ class ReuseEdited(RecordedContents):
 
     def _check(self, program: Program, writes: list[Written]) -> None:
         """Errors: `PassError` for rows that cannot be kept behind an edit."""
-        self.refuse_other(program)
+        self.refuse_other(program, "and what it drops or moves is not there behind an edit")
         self.refuse(
             program.recurrent,
             f"{program.name} has recurrences, which hold what all rows before an edit add up to",
