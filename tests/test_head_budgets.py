@@ -61,21 +61,23 @@ def sharp() -> Program:
     return program.replace(weights=program.weights.replacing(*made))
 
 
-def adaptive(draft: DraftRecord | None = None, **more: object) -> Program:
+def adaptive(
+    draft: DraftRecord | None = None, split: SplitHeads | None = None, **more: object
+) -> Program:
     """A model whose heads have budgets of their own, found on text."""
     program = with_plan(AddTopTokens().run(sharp()).program, draft=draft or NoDraft())
-    steps = [Step(SplitHeads()), Step(EvictCache.model_validate({**OPTIONS, **more}))]
+    steps = [Step(split or SplitHeads()), Step(EvictCache.model_validate({**OPTIONS, **more}))]
     made = run_passes(program, steps, evidence=evidence_for(program, 4096))[0]
     verify(made)
     return made
 
 
-def budgets_of(program: Program) -> list[list[int]]:
+def budgets_of(program: Program, heads: int = 2) -> list[list[int]]:
     """Of each layer and head."""
     plan = program.plan.cache
     rows = dict(zip(plan.capacities, plan.budgets, strict=True))  # type: ignore[attr-defined]
     most: int = plan.budget  # type: ignore[attr-defined]
-    keys = [[program.states[f"kv.{n}.{g}.key"] for g in range(2)] for n in range(LAYERS)]
+    keys = [[program.states[f"kv.{n}.{g}.key"] for g in range(heads)] for n in range(LAYERS)]
     return [[rows.get(key.capacity or "", most) for key in layer] for layer in keys]
 
 
@@ -143,7 +145,7 @@ class AdaptiveReference(Reference):
     """Rows are kept by the rule of snapkv, so many as each head's budget is."""
 
     def __init__(self, budgets: list[list[int]]) -> None:
-        super().__init__("snapkv, shared", start=sharp())
+        super().__init__("snapkv, shared" if len(budgets[0]) == 2 else "snapkv", start=sharp())
         self.budgets = budgets
 
 
@@ -161,6 +163,26 @@ def test_heads_keep_their_own_rows(backend: str) -> None:
             torch.testing.assert_close(rows, values[group][held], atol=2e-5, rtol=1e-4)
 
 
+def test_heads_of_queries_keep_their_own_rows() -> None:
+    """Each of four, where pairs share keys."""
+    program = adaptive(split=SplitHeads(heads="own"))
+    budgets, prompt = budgets_of(program, heads=4), TEXT[0].tolist()
+    assert len({rows for layer in budgets for rows in layer}) > 1
+    wanted = AdaptiveReference(budgets).decode(prompt, 33)
+    assert generate(executable_of(program), TEXT, **asked(33))[0, len(prompt) :].tolist() == wanted
+
+
+def test_windows_keep_one_cache_for_all_heads_of_queries() -> None:
+    shape = Shape(heads=4, groups=1, context=256, window=21, whole=(1,))
+    whole = cached_llama(shape)
+    outcome = SplitHeads(heads="own").run(whole)
+    verify(outcome.program)
+    assert outcome.matches == 2 and "4 times the bytes" in outcome.remarks[0]
+    assert {"kv.0.key", "kv.1.0.key", "kv.1.3.value"} < outcome.program.states.keys()
+    found = generate(executable_of(outcome.program), TEXT, **asked(30))
+    assert torch.equal(found, generate(executable_of(whole), TEXT, **asked(30)))
+
+
 @pytest.mark.parametrize("draft", [SuffixDraft(tokens=5), RecyclingDraft(nodes=7)])
 def test_drafts_and_batches_change_nothing(draft: DraftRecord) -> None:
     prompts = [TEXT[0].tolist(), TEXT[0, 9:20].tolist(), TEXT[0, 3:53].tolist()]
@@ -174,12 +196,13 @@ def test_drafts_and_batches_change_nothing(draft: DraftRecord) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+@pytest.mark.parametrize("split", [SplitHeads(), SplitHeads(heads="own")])
 @pytest.mark.parametrize(
     "shape", [Shape(context=256), Shape(context=256, sinks=True, slopes=True, softcap=9.0)]
 )
-def test_heads_apart_change_nothing(shape: Shape, backend: str) -> None:
+def test_heads_apart_change_nothing(shape: Shape, split: SplitHeads, backend: str) -> None:
     whole = cached_llama(shape)
-    apart = SplitHeads().run(whole).program
+    apart = split.run(whole).program
     verify(apart)
     assert {str(state.type.dims[1]) for state in apart.states.values()} == {"1"}
     found = generate(executable_of(apart, backend), TEXT, **asked(30))
@@ -203,5 +226,7 @@ def test_what_would_go_wrong_is_refused() -> None:
         adaptive(length=24)
     with pytest.raises(PassError, match="needs text to calibrate on"):
         run_passes(base(), [Step(SplitHeads()), Step(EvictCache.model_validate(OPTIONS))])
-    one = SplitHeads().run(cached_llama(Shape(heads=2, groups=1, context=256)))
-    assert one.matches == 0
+    one = cached_llama(Shape(heads=2, groups=1, context=256))
+    assert SplitHeads().run(one).matches == 0
+    with pytest.raises(PassError, match="one head of keys and values each: there is nothing to sh"):
+        EvictCache.model_validate(OPTIONS).apply(one, evidence_for(one, 4096))

@@ -7,13 +7,14 @@ import itertools
 import pytest
 import torch
 from evidence import evidence_for
+from handmade import Shape, cached_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_eviction import BLOCK, BUDGET, LAYERS, TEXT, Reference, asked, base, executable_of
 from test_head_budgets import budgets_of
 
 from graftwork.ir import PassError, Program, Weight, verify
-from graftwork.ir.plan import DraftRecord, NoDraft
+from graftwork.ir.plan import DraftRecord, Evict, NoDraft
 from graftwork.passes.caching.budgets.spans import _costs, beyond, cheapest
 from graftwork.passes.caching.cached_rows import Read
 from graftwork.passes.caching.evict_cache import EvictCache
@@ -110,6 +111,28 @@ def test_heads_keep_the_first_rows_and_their_latest(backend: str) -> None:
     wanted = SpanReference(budgets_of(program)).decode(prompt, 65)
     found = generate(executable_of(program, backend), TEXT, **asked(65))
     assert found[0, len(prompt) :].tolist() == wanted
+
+
+def test_of_one_head_of_keys_layers_have_spans_of_their_own() -> None:
+    """As `moa` has it then, beside a window: its layer keeps what the window reaches."""
+    shape = Shape(layers=4, groups=1, context=256, window=21, whole=(1, 2, 3))
+    program = cached_llama(shape)
+    less = []
+    for name in (f"layers.{n}.attention.q_k_v.weight" for n in (2, 3)):
+        whole = program.weights[name].load().clone()
+        whole[-16:] *= 0.01  # values of two layers hardly count
+        less.append(Weight.of(name, whole))
+    program = program.replace(weights=program.weights.replacing(*less))
+    options = {**OPTIONS, "windows": 2, "length": 96}
+    steps = [Step(SplitHeads(), optional=True), Step(EvictCache.model_validate(options))]
+    made = run_passes(program, steps, evidence=evidence_for(program, 4096))[0]
+    plan = made.plan.cache
+    assert isinstance(plan, Evict)
+    rows = {**dict(zip(plan.capacities, plan.budgets, strict=True)), "C": plan.budget}
+    near, *far = (rows[made.states[f"kv.{n}.key"].capacity or ""] for n in range(4))
+    assert near == 24 and far[0] > sum(far[1:]) and sum(far) <= 3 * 48
+    found = [generate(executable_of(made, b), TEXT, **asked(60)) for b in ("eager", "onnxruntime")]
+    assert torch.equal(*found)
 
 
 def test_drafts_change_nothing() -> None:

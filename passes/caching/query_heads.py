@@ -64,8 +64,8 @@ def by_query_head(
             for write in [user for user in node.users if user.op != "output"]:
                 if write.target is not G.cache_write.default:
                     raise PassError(
-                        f"evict_cache: %{write.name} of {fn.name} uses {name} otherwise than to "
-                        f"write rows: set heads=shared"
+                        f"%{write.name} of {fn.name} uses {name} otherwise than to write rows, and "
+                        f"cannot have some for every head of queries: set heads=shared"
                     )
                 with fn.graph.inserting_before(write):
                     write.update_arg(1, _repeated(fn, write.args[1], heads[name]))

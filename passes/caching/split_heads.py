@@ -17,14 +17,16 @@ After::
       %y: f32[B,6,T,D] = aten.cat([%y0, %y1], 1)
 
 Nothing is computed otherwise; but what is done to caches, such as `evict_cache` with a budget for
-each, may then differ from head to head. Layers with one head of keys stay as they are.
+each, may then differ from head to head. Layers with one head of keys stay as they are, unless each
+head of queries gets a cache (`heads`), as in `query_heads`; those that look back over a sliding
+window, where all heads hold the same rows, stay so then, too.
 
 Refuses caches that something else than attention reads, and a plan whose cache policy moves rows.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 import torch.fx
@@ -32,16 +34,19 @@ import torch.fx
 from ...ir import Function, Program, State, TensorType, arguments, site_of, type_of
 from ...ir.plan.contract import Contract
 from ..engine.base import Effect, Outcome, register
-from .cached_rows import scored
+from .cached_rows import scored, unbounded
 from .contents import MOVED, CacheContents
 from .exchange import Parts, cached_states, exchange, exchanged
+from .query_heads import by_query_head
 
 A, G = torch.ops.aten, torch.ops.graftwork
 
 
 @register
 class SplitHeads(CacheContents):
-    """No options."""
+    """heads: "shared", heads of queries that share keys share a cache; or "own", each has one."""
+
+    heads: Literal["shared", "own"] = "shared"
 
     contract: ClassVar[Contract] = Contract.EXACT
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.CACHE_LAYOUT})
@@ -49,9 +54,12 @@ class SplitHeads(CacheContents):
 
     def run(self, program: Program) -> Outcome:
         self.refuse_other(program, f"{MOVED}: put {self.name} before it")
+        names, remarks = cached_states(program), tuple[str, ...]()
+        if self.heads == "own":
+            program, names, remarks = self._repeated(program)
         wanted = {
             name: _split(program.states[name])
-            for name in sorted(cached_states(program))
+            for name in sorted(names)
             if program.states[name].type.dims[1] != 1
         }
         if not wanted:
@@ -61,7 +69,18 @@ class SplitHeads(CacheContents):
             for name, fn in program.functions.items()
         }
         states = exchanged(program.states, wanted)
-        return Outcome(program.replace(functions=functions, states=states), len(wanted))
+        made = program.replace(functions=functions, states=states)
+        return Outcome(made, len(wanted), remarks=remarks)
+
+    def _repeated(self, program: Program) -> tuple[Program, set[str], tuple[str, ...]]:
+        """The program with rows for every head of queries, the states that hold them, and what the
+        user should know of it."""
+        functions = {name: fn.copy() for name, fn in program.functions.items()}
+        states, step = dict(program.states), functions[program.step.name]
+        caches = unbounded(step, program)
+        remarks = by_query_head(caches, functions.values(), states)
+        names = {name for cache in caches for name in cache.names}
+        return program.replace(functions=functions, states=states), names, remarks
 
 
 def _split(state: State) -> list[State]:

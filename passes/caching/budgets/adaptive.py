@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ....ir import Program
+from ....ir import PassError, Program
 from ..cached_rows import Written, read_of
 from ..scores.snapkv import snapkv
 from .base import budget_rule
@@ -34,11 +34,19 @@ def adaptive(
     """Rows of each cache, whole blocks, `budget` on average in each layer but for rounding.
 
     caches: of the step, with the queries of each; windows i64[N,T] of text, T more than the budget.
-    sinks, recent: rows that every cache keeps in any case.
+    sinks, recent: rows that every cache keeps in any case. Errors: `PassError` where each layer has
+    one cache.
     """
     layers: dict[int | None, list[int]] = {}
     for place, cache in enumerate(caches):
         layers.setdefault(program.states[cache.names[0]].layer, []).append(place)
+    if len(layers) == len(caches):
+        raise PassError(
+            f"evict_cache: layers='adaptive' shares the rows of a layer out between its heads, and "
+            f"layers of {program.name} have one head of keys and values each: there is nothing to "
+            f"share out between heads. The recipe snapkv with evict_cache.heads=shared keeps the "
+            f"same rows; with split_heads.heads=own each head of queries has rows of its own"
+        )
     always, least = sinks + recent, (sinks + recent) // block * block + block
     counts = torch.zeros(len(caches))
     for window in windows:
