@@ -254,6 +254,26 @@ def test_layers_between_read_what_the_one_before_has_picked():
                 assert rows[layer][0, h, t].tolist() == want
 
 
+@pytest.mark.parametrize(
+    ("layers", "full", "picks"), [(2, 0, 1), (3, 1, 1), (4, 2, 1), (5, 2, 2), (9, 2, 2)]
+)
+def test_where_few_layers_see_all_rows_fewer_read_them(layers, full, picks):
+    """Beside two that look back over a window. What is given stays as it is."""
+    near = Shape(layers=layers + 2, window=9, whole=tuple(range(1, layers + 1)))
+    outcome = ReadSparse(pick="attention", rows=7).run(cached_llama(near))
+    verify(outcome.program)
+    step = outcome.program.step
+    reads = step.calls(G.attend.default, G.attend_rows.default)[1:-1]
+    fewer = [node.target is G.attend_rows.default for node in reads]
+    assert (len(step.calls(G.top_rows.default)), fewer.count(False)) == (picks, full + picks)
+    assert fewer[: full + 1] == [False] * (full + 1)
+    said = f"full={full} of them read all, and picks={picks}"
+    assert [said in remark for remark in outcome.remarks] == [True] * (layers < 5)
+    if layers < 5:
+        with pytest.raises(PassError, match="leaves none to read fewer"):
+            ReadSparse(pick="attention", full=2, picks=2).run(cached_llama(near))
+
+
 @pytest.mark.parametrize("by", ["groups", "heads"])
 def test_each_layer_picks_by_its_labels(by):
     """Yang et al. (2024): products of a few channels, keys' in 4 bits, stand for all."""

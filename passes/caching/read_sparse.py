@@ -7,7 +7,7 @@ Before, of each layer::
       %kw: f32[B,G,C,64] = graftwork.cache_write(%kv.3.key, %k, %past)
       %y: f32[B,H,T,64] = graftwork.attend(%q, %kw, %vw, %m, scale=0.125)
 
-After (pick "attention", full 2, picks 2): layer 2 reads everything and picks, layer 3 and those
+After (pick "attention", 6 layers): layer 2 reads everything and picks, layer 3 and those
 behind it read what was picked, until another layer picks::
 
       %r: i64[B,G,T,256] = graftwork.top_rows(%q2, %kw2, %m, rows=256, picks=3, scale=0.125)
@@ -71,6 +71,8 @@ from .exchange import beside
 A, G = torch.ops.aten, torch.ops.graftwork
 BITS = 4
 """Of a label's numbers."""
+FULL, PICKS = 2, 2
+"""Layers that read all rows, and that pick by attention: of Yang et al., "TidalDecode" (2024)."""
 
 Rows = Annotated[int, Field(ge=1, le=2**20)]
 Some = Annotated[int, Field(ge=0, le=4096)]
@@ -81,16 +83,18 @@ class ReadSparse(LearnedContents):
     """pick: by the attention that rows get where all are read, or by labels. rows: that a token
     reads of a cache. by: who picks these, heads that share keys together or each for itself. full:
     first layers that read all rows. picks: layers beyond these that pick, evenly apart, for those
-    behind them, too; 0: each for itself. channels: of a key in its label, those that make the most
-    of the products of queries and keys on text, of which `windows` of `length` tokens are read.
-    prefill: prompts run through the function that there was, which reads all rows ("full"), or as
-    what is generated does ("same")."""
+    behind them, too; 0: each for itself. Unless they are given, by labels none reads all and each
+    picks for itself, and by attention two read all and two pick, as in TidalDecode; where fewer
+    than five layers see all rows, one picks, and as many read all as leave one that reads fewer.
+    channels: of a key in its label, those that make the most of the products of queries and keys on
+    text, of which `windows` of `length` tokens are read. prefill: prompts run through the function
+    that there was, which reads all rows ("full"), or as what is generated does ("same")."""
 
     pick: Literal["attention", "labels"] = "labels"
     rows: Rows = 256
     by: Literal["groups", "heads"] = "groups"
-    full: Some = 0
-    picks: Some = 0
+    full: Some | None = None
+    picks: Some | None = None
     channels: Annotated[int, Field(ge=2, le=256, multiple_of=2)] = 8
     prefill: Prompts = "full"
     windows: Windows = 4
@@ -138,24 +142,46 @@ class ReadSparse(LearnedContents):
             states={**program.states, **states},
             weights=program.weights.adding(*(label.weight for label in labels.values())),
         )
-        return Outcome(made, sum(turn is not None for turn in turns.values()))
+        matches = sum(turn is not None for turn in turns.values())
+        return Outcome(made, matches, remarks=self._remarks(len(caches)))
+
+    def _read_all(self, layers: int) -> tuple[int, int]:
+        """Of so many that see all rows, `full` and `picks`."""
+        full, picks = self.full, self.picks
+        if self.pick == "labels":
+            return full or 0, picks or 0
+        if picks is None:
+            picks = PICKS if layers > (FULL if full is None else full) + PICKS else 1
+        return (max(min(FULL, layers - picks - 1), 0) if full is None else full), picks
 
     def _turns(self, caches: Sequence[Written]) -> dict[str, bool | None]:
         """By the state of a layer's keys: whether the layer picks, or reads what another one has
         picked; None: it reads all rows and picks none."""
         names = [cache.keys.names[0] for cache in caches]
-        left = len(names) - self.full
-        picks = self.picks or left
+        full, asked = self._read_all(len(names))
+        left = len(names) - full
+        picks = asked or left
         # By attention, the one that picks reads all rows: others must be left to gain by it.
         least = picks + (self.pick == "attention")
         if left < max(least, 1):
             raise PassError(
-                f"{self.name}: of {len(names)} layers that see all rows, full={self.full} read "
-                f"all, and pick={self.pick!r} with picks={self.picks} leaves none to read fewer: "
-                f"expected at least {self.full + max(least, 1)} layers, or other options"
+                f"{self.name}: of {len(names)} layers that see all rows, full={full} read all, and "
+                f"pick={self.pick!r} with picks={asked} leaves none to read fewer: expected at "
+                f"least {full + max(least, 1)} layers, or other options"
             )
-        picking = {self.full + left * n // picks for n in range(picks)}
-        return {name: None if n < self.full else n in picking for n, name in enumerate(names)}
+        picking = {full + left * n // picks for n in range(picks)}
+        return {name: None if n < full else n in picking for n, name in enumerate(names)}
+
+    def _remarks(self, layers: int) -> tuple[str, ...]:
+        full, picks = self._read_all(layers)
+        fewer = self.full is None and full < FULL, self.picks is None and picks < PICKS
+        if self.pick == "labels" or not any(fewer):
+            return ()
+        return (
+            f"{layers} layers see all rows: full={full} of them read all, and picks={picks}, so "
+            f"that {layers - full - picks} read fewer (where there are enough, full={FULL} and "
+            f"picks={PICKS})",
+        )
 
     def _labels(
         self,
