@@ -199,6 +199,7 @@ def test_a_smaller_vocabulary_is_suspicious_beyond_its_end(tmp_path: Path) -> No
     assert int(fast.generate([*PROMPTS], **PLAIN)[:, 8:].max()) < 36
 
 
+@pytest.mark.untrained
 def test_untrained_drafters_leave_the_checks_in_place(clean: Path) -> None:
     """A plan that drafts nothing, because nobody trained its heads, still checks."""
     fast = model(clean, "draft_medusa", "length_goodput")
