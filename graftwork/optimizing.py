@@ -127,7 +127,7 @@ def optimize(
     `Recipe`. target: ``backend[:device[:dtype]]``; default: torch:cuda:bfloat16 with a GPU, else
     onnxruntime:cpu:float32. data: prompts for validation (texts, lists of token ids, or a .txt or
     .jsonl path), or calibration text (also a folder, see `data.corpus.read_corpus`). draft: a
-    smaller model of the same tokenizer, a folder or .gguf file, for recipes that take one; it
+    smaller model, a folder or .gguf file, for recipes that take one; it
     drafts for a recipe that does not draft itself, see `draft_option.with_draft`. validate: run
     the program before and after every pass on prompts and check its contract. seed: of random
     prompts, if there is no data. work: folder of intermediate results of calibration, from which a

@@ -27,7 +27,10 @@ RECURRENT = ("quamba2",)
 WINDOWED = ("hold_windows",)
 """Recipes for models with sliding windows: `test_windows` has those."""
 
-OTHERS = (*QUANTIZED, *SPREAD, *RECURRENT, *WINDOWED)
+TRANSLATED = ("token_intersection", "universal_assisted")
+"""Recipes for models with tokenizers: `test_other_vocabulary` has those."""
+
+OTHERS = (*QUANTIZED, *SPREAD, *RECURRENT, *WINDOWED, *TRANSLATED)
 NAMES = [recipe.name for recipe in recipes() if recipe.name not in OTHERS]
 
 FLOAT32 = ("kv_int8_static", "kv_int4_static")

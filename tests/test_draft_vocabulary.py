@@ -75,12 +75,15 @@ def test_tokens_are_compared_and_not_how_texts_are_cut(tmp_path: Path) -> None:
     start = beside(32, 40)
     ours = written(tmp_path / "ours.json", "a", "b")
 
-    def take(*tokens: str) -> int:
+    def take(*tokens: str, draft: DraftModel = DRAFT) -> int:
         guest = start.guests["other"]
         theirs = guest.replace(assets={"tokenizer.json": written(tmp_path / "t.json", *tokens)})
         target = start.replace(assets={"tokenizer.json": ours}, guests={"other": theirs})
-        return DRAFT.run(target).matches
+        return draft.run(target).matches
 
     assert take("a", "b") == take("a", "b", "c") == take("a") == 1
-    with pytest.raises(PassError, match=r"tokenizers .* differ .*: 1 is 'b' and 'c'"):
+    with pytest.raises(PassError, match=r"tokenizers of tiny and tiny differ, .* decoder None"):
         take("a", "c", "b")
+    same = DRAFT.model_copy(update={"vocabulary": "same"})
+    with pytest.raises(PassError, match=r"tokenizers .* differ .*: 1 is 'b' and 'c'"):
+        take("a", "c", "b", draft=same)

@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..ir.support.spelling import Pieces
 from .writing import UNSAID, Chance
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
-_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
-
-
-class TokenTexts:
+class TokenTexts(Pieces):
     """Of one tokenizer, byte-level or with spaces written as in SentencePiece."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.by_bytes = "ByteLevel" in repr(tokenizer.decoder)
-        self.added = tokenizer.get_added_tokens_decoder()
-
-    def bytes_of(self, id: int) -> bytes:
-        """The bytes that a token writes; of a special one, those of its name."""
-        piece = self.tokenizer.id_to_token(id) or ""
-        if id in self.added:
-            return self.added[id].content.encode()
-        if self.by_bytes and all(char in _bytes() for char in piece):
-            return bytes(_bytes()[char] for char in piece)
-        if (byte := _BYTE.fullmatch(piece)) is not None:
-            return bytes([int(byte[1], 16)])
-        return piece.replace("\u2581", " ").encode()
 
     def text(self, id: int) -> str:
         """Its text; of bytes that are no text, ``bytes:\\xf0\\x9f``, as OpenAI writes them."""
@@ -82,12 +60,3 @@ def _finite(logprob: float) -> float:
 
 LEAST = -9999.0
 """OpenAI's log probability of what is very unlikely."""
-
-
-@lru_cache(maxsize=1)
-def _bytes() -> dict[str, int]:
-    """The characters that byte-level vocabularies write for bytes: printable ones for themselves,
-    the others from U+0100 on (Radford et al. 2019, GPT-2)."""
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(own)]
-    return {chr(byte): byte for byte in own} | {chr(256 + n): b for n, b in enumerate(others)}

@@ -27,6 +27,7 @@ from .skipping import *
 from .source import *
 from .step import *
 from .superposed import *
+from .translated import *
 from .tree import *
 from .verify import *
 

@@ -40,6 +40,7 @@ import torch
 
 from ...ir import PassError, Program, Role, TensorType, arguments, derivation, derive, type_of
 from ...ir.plan.bounds import Nodes, Place
+from ...ir.plan.translated import TOKENIZER
 from ...ir.rewrite.cleanup import sweep
 from ...ir.support.files import read_json
 from ...ir.support.tokenizer import read_tokenizer
@@ -48,7 +49,7 @@ from ..engine.plan_edits import with_draft
 from ..policies import RecordPass, builds
 from .diffusion import DiffusionDraft
 from .draft_model import NAME, as_draft
-from .guest_step import TOKENIZER, guest_of, tokenizer_remarks, with_step_of
+from .guest_step import guest_of, tokenizer_remarks, with_step_of
 
 A, G = torch.ops.aten, torch.ops.graftwork
 EARLY = ("dream",)

@@ -23,9 +23,21 @@ Speculative Decoding", 2023; Chen et al., 2023). The path is resolved, traced an
 whoever starts the passes (`Program.guests`), because passes know nothing of where models come from.
 Where one of the two has no tokenizer to compare, the report says so. Models of one family pad their
 vocabulary to different sizes: the draft's logits are those of the target's tokens. Activations of a
-draft of few bits are rounded to int8, whatever its format means: what it says is verified. Refuses
-a model that is not there, other tokens, a program with a function ``draft``, and a recipe for the
-drafter whose drafter needs functions of its own.
+draft of few bits are rounded to int8, whatever its format means: what it says is verified.
+
+A model of another vocabulary (vocabulary="shared", which "auto" is where the tokenizers differ) is
+fed the text in its own tokens, and predicts those that the target has, too; its tokenizer is saved
+with the program (see `other_vocabulary`)::
+
+      draft = shared_tokens(function="draft", ..., shared=("draft.ours", "draft.theirs"))
+
+With vocabulary="text" it writes as it would, and what it writes is encoded in the target's tokens::
+
+      draft = respelled(function="draft", ..., shared=("draft.ours", "draft.theirs"))
+
+Refuses a model that is not there, tokenizers of which it is not known what their tokens write, a
+program with a function ``draft``, a recipe for the drafter whose drafter needs functions of its
+own, and a drafter for a model whose text is encoded again.
 """
 
 from __future__ import annotations
@@ -36,8 +48,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...ir import ParseError, PassError, Program, Role
-from ...ir.plan import CachedDraft, StagedDraft
+from ...ir import ParseError, PassError, Program, Role, type_of
+from ...ir.plan import (
+    CachedDraft,
+    RespelledDraft,
+    SharedTokensDraft,
+    StagedDraft,
+    StagedSharedDraft,
+)
 from ...ir.plan.bounds import Nodes
 from ...ir.rewrite.cleanup import sweep
 from ...ir.text.parser import parse_record
@@ -48,7 +66,17 @@ from ..numerics.round_activations import round_products
 from ..policies import RecordPass, builds
 from ..stepping.pick_logits import pick_after
 from .grafts import candidates
-from .guest_step import guest_of, tokenizer_remarks, with_step_of
+from .guest_step import any_guest_of, of_vocabulary, tokenizer_remarks, with_step_of
+from .other_vocabulary import (
+    Predicting,
+    Vocabulary,
+    best,
+    predicting,
+    said_of,
+    tokens_of_both,
+    which,
+    with_words,
+)
 
 G = torch.ops.graftwork
 NAME = "draft"
@@ -57,12 +85,15 @@ NAME = "draft"
 @builds(CachedDraft, "rollout", "decay", "aim")
 class DraftModel(RecordPass):
     """model: the draft, a checkpoint folder or .gguf file. candidates: best tokens that it returns.
-    drafter: of the draft itself: a draft record, or a recipe's name or path. The rest: see the
+    drafter: of the draft itself: a draft record, or a recipe's name or path. vocabulary: whose
+    tokens it has: the "same" as the target; others, of which it predicts those that both have
+    ("shared"), or all, by the "text" that it writes; "auto": the same or shared. The rest: see the
     record."""
 
     model: str = ""
     drafter: str = ""
     candidates: Nodes = 10
+    vocabulary: Vocabulary = "auto"
 
     name: ClassVar[str] = "draft_model"
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
@@ -82,19 +113,47 @@ class DraftModel(RecordPass):
         return self.drafter.endswith(")")
 
     def run(self, program: Program) -> Outcome:
-        guest = as_draft(guest_of(program, self.model, self.name, NAME), self.candidates)
-        merged = with_step_of(program, guest, self.model, NAME, Role.DRAFT)
+        guest = any_guest_of(program, self.model, self.name, NAME)
+        how = which(program, guest, self.vocabulary, self.name)
+        shared = None
+        remarks: tuple[str, ...]
+        if how == "same":
+            remarks = tokenizer_remarks(program, guest)
+            made = as_draft(of_vocabulary(guest, program.info.vocab_size), self.candidates)
+        else:
+            shared = tokens_of_both(program, guest, self.name)
+            remarks = (said_of(program, guest, shared),)
+            if how == "text":
+                made = as_draft(guest, 1, outputs=best)
+            else:
+                made, outputs = predicting(guest, shared, program.info.vocab_size)
+                made = as_draft(made, self.candidates, outputs=outputs)
+        merged = with_step_of(program, made, self.model, NAME, Role.DRAFT)
         short = guest.info.context < program.info.context
-        context = guest.info.context if short else None
-        draft = self.made(function=NAME, context=context, trained=True, aim="distribution")
+        filled: dict[str, Any] = {
+            "function": NAME,
+            "context": guest.info.context if short else None,
+            "trained": True,
+            "aim": "distribution",
+        }
+        if shared is not None:
+            merged, filled["shared"] = with_words(merged, guest, shared, NAME)
+        kind = RespelledDraft if how == "text" else SharedTokensDraft if shared else CachedDraft
+        draft = kind(**{n: getattr(self, n) for n in self.taken}, **filled)
         if self.drafter:
             merged, draft = self._staged(merged, guest, draft)
-        return Outcome(with_draft(merged, draft), 1, remarks=tokenizer_remarks(program, guest))
+        return Outcome(with_draft(merged, draft), 1, remarks=remarks)
 
     def _staged(
         self, program: Program, guest: Program, draft: CachedDraft
     ) -> tuple[Program, CachedDraft]:
         """The draft with a drafter of its own, and the program with what that needs."""
+        if isinstance(draft, RespelledDraft):
+            raise PassError(
+                f"draft_model: vocabulary=text and drafter={self.drafter!r}: what the drafter "
+                f"copies are the target's tokens, and the model drafts its own; set "
+                f"vocabulary=shared, or leave the drafter out"
+            )
         inner: Any = guest.plan.draft
         if self._record:
             try:
@@ -109,16 +168,16 @@ class DraftModel(RecordPass):
         weights = [guest.weights[name] for name in sorted(inner.weights - set(program.weights))]
         program = program.replace(weights=program.weights.adding(*weights))
         given = {f.name: getattr(draft, f.name) for f in fields(draft)}
-        return program, StagedDraft(**given, drafter=inner)
+        staged = StagedSharedDraft if isinstance(draft, SharedTokensDraft) else StagedDraft
+        return program, staged(**given, drafter=inner)
 
 
-def as_draft(guest: Program, count: int) -> Program:
+def as_draft(guest: Program, count: int, *, outputs: Predicting = candidates) -> Program:
     """The guest with the outputs of a draft function, `count` best tokens among them."""
     fn = guest.step.copy()
+    logits = fn.outputs["logits"]
     with fn.graph.inserting_before(fn.output_node):
-        count = min(count, guest.info.vocab_size)
-        outputs = candidates(fn, fn.outputs["logits"], count)
-    fn.set_outputs(outputs)
+        fn.set_outputs(outputs(fn, logits, min(count, int(str(type_of(logits).dims[-1])))))
     # What it says is verified, so products of few bits may be whole numbers', whatever its
     # format means. Nobody trains it by its weights' names, so it is merged as the target is.
     round_products(guest, fn)
@@ -128,6 +187,6 @@ def as_draft(guest: Program, count: int) -> Program:
     sweep(fn)
     markers = fn.calls(G.hidden.default)
     picked = fn.copy()
-    if markers and not pick_after(picked, picked.calls(G.hidden.default)[-1], "draft_logits"):
+    if markers and not pick_after(picked, picked.calls(G.hidden.default)[-1], "draft_scores"):
         fn = picked
     return guest.with_function(fn, weights=merger.weights)

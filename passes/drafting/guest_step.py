@@ -8,21 +8,32 @@ from pathlib import Path
 import torch
 
 from ...ir import Function, PassError, Program, Role, type_of
+from ...ir.plan.translated import TOKENIZER
 from ...ir.support.tokenizer import read_tokenizer
 from .decoder_layer import free_layer
 from .guest_source import check_source, renumber_sources, with_encoder_of
 
 A, G = torch.ops.aten, torch.ops.graftwork
-TOKENIZER = "tokenizer.json"
 
 
 def guest_of(program: Program, model: str, owner: str, name: str) -> Program:
     """The model beside a program (`Program.guests`) that is to become its function `name`.
 
     Its logits are those of the program's tokens, whatever sizes both pad their vocabularies to.
-    Errors: `PassError` naming `owner` for a model that is not there, one whose tokens are others
-    than the program's, and one that writes from a source that the program does not read.
+    Errors: as `any_guest_of`, and `PassError` for a model whose tokens are others than the
+    program's.
     """
+    guest = any_guest_of(program, model, owner, name)
+    if why := other_tokens(program, guest):
+        raise PassError(
+            f"{owner}: {why}; its tokens must be the target's; choose a model of the same family"
+        )
+    return of_vocabulary(guest, program.info.vocab_size)
+
+
+def any_guest_of(program: Program, model: str, owner: str, name: str) -> Program:
+    """`guest_of`, whatever its tokens are. Errors: `PassError` naming `owner` for a model that is
+    not there, and one that writes from a source that the program does not read."""
     guest = program.guests.get(model)
     if guest is None:
         given = ", ".join(map(repr, program.guests)) or "none"
@@ -36,21 +47,26 @@ def guest_of(program: Program, model: str, owner: str, name: str) -> Program:
     if guest.stage != "canonical" or guest.states:
         raise PassError(f"{owner}: expected {guest.name} at the stage canonical, got {guest.stage}")
     check_source(program, guest, owner)
+    return guest
+
+
+def other_tokens(program: Program, guest: Program) -> str:
+    """How a guest's tokens differ from the program's; "" where they do not, or where one of the two
+    has no tokenizer. Errors: `InputError` for a tokenizer that cannot be read."""
     files = [p.assets.get(TOKENIZER) for p in (program, guest)]
-    if None not in files:
-        ours, theirs = map(_tokens, files)
-        other = sorted(id for id in ours.keys() & theirs.keys() if ours[id] != theirs[id])
-        if other or not ours.keys() & theirs.keys():
-            shown = f": {other[0]} is {ours[other[0]]!r} and {theirs[other[0]]!r}" if other else ""
-            raise PassError(
-                f"{owner}: the tokenizers of {program.name} and {guest.name} differ ({files[0]}, "
-                f"{files[1]}){shown}; its tokens must be the target's; choose a model of the same "
-                f"family"
-            )
-    return _of_vocabulary(guest, program.info.vocab_size)
+    if None in files:
+        return ""
+    ours, theirs = map(_tokens, files)
+    other = sorted(id for id in ours.keys() & theirs.keys() if ours[id] != theirs[id])
+    if not other and ours.keys() & theirs.keys():
+        return ""
+    shown = f": {other[0]} is {ours[other[0]]!r} and {theirs[other[0]]!r}" if other else ""
+    return (
+        f"the tokenizers of {program.name} and {guest.name} differ ({files[0]}, {files[1]}){shown}"
+    )
 
 
-def _of_vocabulary(guest: Program, size: int) -> Program:
+def of_vocabulary(guest: Program, size: int) -> Program:
     """The guest with logits for `size` tokens; models of one family pad vocabularies differently.
     More are cut; tokens unknown to it get the least logits and are read as its last token."""
     known = guest.info.vocab_size

@@ -96,11 +96,15 @@ class CachedProposer(Proposer):
         context = self.executable.program.info.context
         limit = min(context, record.context or context)
         self.function = self.function or record.function
-        self.committed = self.follower = CommittedRows(
+        self.committed = self.follower = self._rows(limit)
+
+    def _rows(self, limit: int) -> CommittedRows:
+        """The rows of the committed text, of positions below `limit`."""
+        return CommittedRows(
             self.executable,
             self.function,
-            record.output,
-            entry=record.entry,
+            self.record.output,
+            entry=self.record.entry,
             limit=limit,
             ahead=self.ahead,
             blank=self.blank,

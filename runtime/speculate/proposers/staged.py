@@ -18,13 +18,15 @@ import numpy as np
 import torch
 
 from ....ir import UnsupportedError
-from ....ir.plan import StagedDraft
+from ....ir.plan import StagedDraft, StagedSharedDraft
+from ...cache.conversations import common
 from ...feeding.draft import UnverifiedStep, VerifiedStep
 from ...memo import Memo
 from ..draft_cache import DraftCache
 from ..drafters.grown import drafter_for
 from ..level import Ids, Level
 from ..setting import Setting
+from ..translated import Translated, Vocabularies, same_rows
 from .base import PROPOSERS, Proposer
 from .hidden import level_of
 
@@ -32,16 +34,17 @@ from .hidden import level_of
 class _Sequence:
     """One sequence. tokens: its text. rows: of the draft's cache that hold its text's first tokens.
 
-    path: the draft's tokens below the text; fed: of them, how many have rows. guesses: what the
-    model was fed after the path, and not asked yet. ready: its predictions after the last node of
-    the path and after each guess. alive: whether it wants drafts, and fits into the draft's
-    context. open: whether this draft still grows.
+    path: the draft's tokens below the text; fed: of them, how many have rows; said: what the target
+    calls them. guesses: what the model was fed after the path, and not asked yet. ready: its
+    predictions after the last node of the path and after each guess. alive: whether it wants
+    drafts, and fits into the draft's context. open: whether this draft still grows.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = list(tokens)
         self.rows = 0
         self.path: list[int] = []
+        self.said: list[int] = []
         self.fed = 0
         self.guesses: list[int] = []
         self.ready: list[_Place] = []
@@ -59,7 +62,7 @@ class _Sequence:
 
     def begin(self) -> None:
         """A new draft."""
-        self.path, self.fed, self.guesses, self.ready = [], 0, [], []
+        self.path, self.said, self.fed, self.guesses, self.ready = [], [], 0, [], []
         self.open = self.alive
 
     def commit(self, tokens: Sequence[int]) -> None:
@@ -106,9 +109,13 @@ class StagedProposer(Proposer):
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         super().begin(prompts)
-        self.sequences = [_Sequence(prompt) for prompt in prompts]
+        self.sequences = [self.sequence(prompt) for prompt in prompts]
         nothing = [0] * len(prompts)
         self.inner.ahead([()] * len(prompts), nothing)  # which tells whether it can
+
+    def sequence(self, prompt: Sequence[int]) -> _Sequence:
+        """A new text."""
+        return _Sequence(prompt)
 
     def read(self, fed: UnverifiedStep) -> None:
         """Rows are made once there are as many as may be fed at once: what is left is the first
@@ -153,11 +160,13 @@ class StagedProposer(Proposer):
                 f"were asked for: use tree=chain, or draft_model without a drafter of its own"
             )
         for sequence, (token,) in zip(self.sequences, tokens.tolist(), strict=True):
-            sequence.open = sequence.open and token >= 0
+            own = self.own([token]) if token >= 0 else []
+            sequence.open = sequence.open and bool(own)
             if not sequence.open:
                 continue
-            sequence.path.append(token)
-            if sequence.guesses[:1] == [token]:
+            sequence.path += own
+            sequence.said.append(token)
+            if sequence.guesses[:1] == own:
                 sequence.fed += 1
                 self.used += 1
                 del sequence.guesses[0], sequence.ready[0]
@@ -167,6 +176,10 @@ class StagedProposer(Proposer):
         return self._level(count)
 
     # -- the model
+
+    def own(self, tokens: list[int]) -> list[int]:
+        """Tokens as the model is fed them, up to the first that it lacks."""
+        return tokens
 
     def _last(self) -> list[int]:
         """The last token of each text, which is asked for what follows."""
@@ -196,7 +209,7 @@ class StagedProposer(Proposer):
             return
         pairs = list(zip(self.sequences, asking, strict=True))
         rooms = [self._room(s) if asks else 0 for s, asks in pairs]
-        guesses = self.inner.ahead([s.path for s in self.sequences], rooms)
+        guesses = [self.own(g) for g in self.inner.ahead([s.said for s in self.sequences], rooms)]
         rows, select = [], []
         most = max(map(len, guesses))
         for (sequence, asks), guess in zip(pairs, guesses, strict=True):
@@ -262,3 +275,51 @@ class StagedProposer(Proposer):
         )
         level.tokens[[place is None for place in found]] = -1
         return level
+
+
+class _Translated(_Sequence):
+    """One sequence in the model's own tokens. written: the text."""
+
+    def __init__(self, written: Translated) -> None:
+        super().__init__(written.ids)
+        self.written = written
+
+    def begin(self) -> None:
+        super().begin()
+        self.open = self.open and self.written.ready and bool(self.tokens)
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        old, ids = len(self.tokens), self.written.ids
+        same = self.written.extend(tokens)
+        if self.rows == old == same:  # the rows of the draft follow
+            self.rows = same = old + common(self.path, ids[old:], self.fed)
+        self.rows = max(min(self.rows, same, len(ids) - 1), 0)
+        self.tokens = ids
+        self.begin()
+
+
+@PROPOSERS.register(StagedSharedDraft)
+class StagedSharedProposer(StagedProposer):
+    """A model with tokens of its own, which predicts and is given those that the target has."""
+
+    record: StagedSharedDraft
+
+    def __init__(self, record: StagedSharedDraft, setting: Setting) -> None:
+        super().__init__(record, setting)
+        self.words = Vocabularies.of(self.executable, record.function, record.shared)
+
+    def sequence(self, prompt: Sequence[int]) -> _Sequence:
+        return _Translated(Translated(self.words, prompt))
+
+    def own(self, tokens: list[int]) -> list[int]:
+        return self.words.own(tokens)
+
+    def keep(self, index: int, fed: int) -> Memo:
+        sequence = self.sequences[index]
+        own = torch.tensor(sequence.tokens[: sequence.rows], dtype=torch.int64)
+        return {**self.inner.keep(index, fed), "own": own}
+
+    def resume(self, index: int, memo: Memo, count: int) -> None:
+        sequence = self.sequences[index]
+        sequence.rows = same_rows(memo, sequence.tokens, count)
+        self.inner.resume(index, memo, count)
