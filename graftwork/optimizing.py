@@ -127,19 +127,19 @@ def optimize(
     `Recipe`. target: ``backend[:device[:dtype]]``; default: torch:cuda:bfloat16 with a GPU, else
     onnxruntime:cpu:float32. data: prompts for validation (texts, lists of token ids, or a .txt or
     .jsonl path), or calibration text (also a folder, see `data.corpus.read_corpus`). draft: a
-    smaller model, a folder or .gguf file, for recipes that take one; it
-    drafts for a recipe that does not draft itself, see `draft_option.with_draft`. validate: run
-    the program before and after every pass on prompts and check its contract. seed: of random
-    prompts, if there is no data. work: folder of intermediate results of calibration, from which a
-    killed run continues; delete it afterwards. cost: of an approximate recipe, report how far its
-    predictions are from the model's (see `report.Cost`), on a bundled text (True) or on texts as in
-    data; this runs the model itself, too. tolerance: of a recipe with a knob (such as calm or
-    unified_skipping), by which share perplexity may rise on data or the bundled text; default:
-    0.05. The recipe ``auto`` is what is fastest within that share: weights and drafts are measured
-    on data (texts like those to be written, or the bundled one), and none is begun after `minutes`
-    (default: 3); see `choosing`. strict: refuse a recipe that decodes more slowly than the model,
-    which runs both. known: called with facts and files of a checkpoint before tracing; its
-    exceptions are passed on.
+    smaller model, a folder or .gguf file, for recipes that take one; it drafts for a recipe that
+    does not draft itself, as "first:6", the model's own first six layers, see `draft_option`.
+    validate: run the program before and after every pass on prompts and check its contract. seed:
+    of random prompts, if there is no data. work: folder of intermediate results of calibration,
+    from which a killed run continues; delete it afterwards. cost: of an approximate recipe, report
+    how far its predictions are from the model's (see `report.Cost`), on a bundled text (True) or on
+    texts as in data; this runs the model itself, too. tolerance: of a recipe with a knob (such as
+    calm or unified_skipping), by which share perplexity may rise on data or the bundled text;
+    default: 0.05. The recipe ``auto`` is what is fastest within that share: weights and drafts are
+    measured on data (texts like those to be written, or the bundled one), and none is begun after
+    `minutes` (default: 3); see `choosing`. strict: refuse a recipe that decodes more slowly than
+    the model, which runs both. known: called with facts and files of a checkpoint before tracing;
+    its exceptions are passed on.
 
     Errors: `GraftworkError` naming the model, recipe, pass or option at fault and a remedy.
     """

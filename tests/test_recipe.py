@@ -6,13 +6,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
+from test_runtime_cached import decode, plainly
+from tiny import tiny_llama
 
 import graftwork as gw
+from graftwork.backends import compile
+from graftwork.backends.target import Target
 from graftwork.draft_option import with_draft
 from graftwork.ir import InputError
 from graftwork.ir.support.yamlfile import parse
 from graftwork.passes import Contract, Pass, all_passes
 from graftwork.passes.engine import base as pass_base
+from graftwork.passes.engine.manager import run_passes
 from graftwork.recipe import Recipe
 
 
@@ -232,3 +238,22 @@ def test_a_draft_model_goes_where_one_is_taken_and_drafts_for_what_does_not_draf
     for drafts in (added, Recipe.load("medusa")):
         with pytest.raises(InputError, match=r"draft=other: the recipe .* has the pass draft_m"):
             with_draft(drafts, "other")
+
+
+def test_the_models_first_layers_draft_by_the_same_option() -> None:
+    """All weights are the model's own, and the text is."""
+    first = with_draft(Recipe.load("baseline"), "first:2")
+    assert [use.name for use in first.passes[-4:]] == [
+        *("draft_exit", "cut_depth", "tree_chain", "length_goodput")
+    ]
+    plain, made = (
+        run_passes(tiny_llama(4), recipe.steps)[0] for recipe in (Recipe.load("baseline"), first)
+    )
+    assert set(made.weights) == set(plain.weights)
+    assert (made.plan.draft.kind, made.plan.step.exits) == ("exit", (2,))
+    executable = compile(made, Target.parse("eager"))
+    result = decode(executable, [[3, 4, 5]], 30)
+    assert torch.equal(result.sequences, plainly(executable, [[3, 4, 5]], 30))
+    for recipe in (first, Recipe.load("draft_model")):
+        with pytest.raises(InputError, match=r"draft=first:3: the recipe .* has the pass draft_"):
+            with_draft(recipe, "first:3")

@@ -93,7 +93,7 @@ DraftOption = Annotated[
         "--draft",
         metavar="MODEL",
         parser=_as_setting,
-        help="A smaller model that drafts: a folder or .gguf file.",
+        help="A smaller model that drafts: a folder or .gguf file; or first:N, layers of MODEL.",
     ),
 ]
 TargetOption = Annotated[
