@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,13 @@ from graftwork.ir.support.spelling import Spelling, shared_tokens
 from graftwork.passes.drafting.draft_model import DraftModel
 from graftwork.passes.engine.manager import run_passes
 from graftwork.recipe import Recipe
+from graftwork.runtime.speculate.draft_cache import DraftCache
 from graftwork.runtime.speculate.translated import Translated, Vocabularies
 
 LETTERS = "abcdefghijklmnop qrstuvwxyz.,!\n?"
 """32 tokens of a byte each."""
 
+COPYING = "suffix(tokens=4, longest=16, shortest=1)"
 PROMPTS = [[3, 4, 5, 6, 7, 8, 3, 4], [5, 6], [9], [1, 2, 3, 16, 4, 5, 6, 7]]
 
 
@@ -111,17 +113,70 @@ def test_trees_of_shared_tokens_are_accepted_whole(tree: Any, tmp_path: Path) ->
     assert (result.stats.steps, result.stats.accepted_tokens) == (6, 6 * 3 * 4)
 
 
-@pytest.mark.parametrize("vocabulary", ["shared", "text"])
-def test_tokens_that_one_of_both_lacks(vocabulary: Any, tmp_path: Path) -> None:
-    """The target says what the draft cannot, and the draft has longer tokens: texts are encoded
-    anew, and rows of what has become another token are made again."""
-    start = beside(tmp_path, FEWER, ["ab", "cd", "abc", " q", "hi"])
-    draft = DraftModel(model="other", vocabulary=vocabulary, levels=3)
-    executable = compile(drafting(draft, CHAIN, start), Target.parse("eager"))
-    prompts = [*PROMPTS, [0, 1, 2, 0, 1, 3, 2, 3], [31, 30, 29]]
-    result = decode(executable, prompts, 40)
-    assert torch.equal(result.sequences, plainly(executable, prompts, 40))
-    assert result.stats.accepted_tokens > 0.2 * result.stats.sequence_steps
+MERGES = ["ab", "bc", "ca", "de", "cc", "dd", "ee", "aa", " b", "abc", "dde"]
+
+
+def fewer(tmp_path: Path) -> Program:
+    """A tiny model that says what the draft beside it cannot, which has longer tokens."""
+    guest = tiny_llama(vocab=6 + len(MERGES), seed=1).replace(
+        assets={"tokenizer.json": byte_level(tmp_path / "theirs.json", " edcba", MERGES)}
+    )
+    ours = byte_level(tmp_path / "ours.json", "abcde !")
+    return tiny_llama(vocab=7).replace(assets={"tokenizer.json": ours}, guests={"other": guest})
+
+
+class Rows:
+    """Which tokens a draft's cache has rows of, by sequence; checks that those before what is fed
+    are the text's. fed: tokens so far. changed: times that a text's own tokens became others."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.held: dict[int, dict[int, int]] = defaultdict(dict)
+        self.texts: list[Translated] = []
+        self.fed = self.changed = 0
+        run, begin, extend = DraftCache.run, Translated.__init__, Translated.extend
+
+        def running(
+            cache: DraftCache, tokens: Any, positions: Any, past: Any, *rest: Any, **more: Any
+        ) -> Any:
+            for index, text in enumerate(self.texts):
+                start, held = past[index], self.held[index]
+                known = min(start, len(text.ids))
+                assert [held[row] for row in range(known)] == text.ids[:known]
+                held.update(enumerate(tokens[index].tolist(), start))
+            self.fed += tokens.shape[1]
+            return run(cache, tokens, positions, past, *rest, **more)
+
+        def beginning(text: Translated, *given: Any) -> None:
+            begin(text, *given)
+            self.texts.append(text)
+
+        def extending(text: Translated, tokens: Sequence[int]) -> int:
+            before = len(getattr(text, "ids", ()))
+            same = extend(text, tokens)
+            self.changed += same < before
+            return same
+
+        monkeypatch.setattr(DraftCache, "run", running)
+        monkeypatch.setattr(Translated, "__init__", beginning)
+        monkeypatch.setattr(Translated, "extend", extending)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "drafter"), [("shared", ""), ("shared", COPYING), ("text", "")]
+)
+def test_tokens_that_one_of_both_lacks(
+    vocabulary: Any, drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts are encoded anew, and rows of what has become another token are made again."""
+    draft = DraftModel(model="other", vocabulary=vocabulary, levels=3, drafter=drafter)
+    executable = compile(drafting(draft, CHAIN, fewer(tmp_path)), Target.parse("eager"))
+    prompts = [[0, 1, 2, 0, 1, 3, 2, 3], [3, 4], [6, 6, 0], [5, 0, 5, 1]]
+    result = decode(executable, prompts, 60)
+    assert torch.equal(result.sequences, plainly(executable, prompts, 60))
+    rows = Rows(monkeypatch)
+    generator = torch.Generator().manual_seed(5)  # what is sampled does not repeat itself
+    result = decode(executable, prompts, 60, do_sample=True, top_k=0, generator=generator)
+    assert rows.changed > 20 and rows.fed > 100 and result.stats.accepted_tokens > 0
 
 
 @pytest.mark.parametrize("verify", ["", "verify_rejection"])
@@ -164,10 +219,9 @@ def test_a_models_distribution_is_that_of_the_tokens_of_both(tmp_path: Path) -> 
     assert said["draft_tokens"][0, -1].tolist() == wanted.topk(3).indices.tolist()
 
 
-@pytest.mark.parametrize("drafter", ["suffix(tokens=4, longest=16, shortest=1)"])
-def test_a_staged_model_of_other_tokens(drafter: str, tmp_path: Path) -> None:
+def test_a_staged_model_of_other_tokens(tmp_path: Path) -> None:
     """The same drafts as without a drafter of its own, and of the same model all are accepted."""
-    draft = DraftModel(model="other", levels=6, drafter=drafter)
+    draft = DraftModel(model="other", levels=6, drafter=COPYING)
     program = drafting(draft, named("tree_chain", depth=6), beside(tmp_path, ORDER))
     executable = compile(program, Target.parse("eager"))
     result = decode(executable, PROMPTS, 1 + 8 * 7)
@@ -274,19 +328,29 @@ def test_an_artifact_has_the_drafts_tokenizer(tmp_path: Path) -> None:
         gw.load(tmp_path / "out")
 
 
-def test_a_conversation_goes_on(tmp_path: Path) -> None:
-    """Rows of the draft's own tokens are kept from call to call; `forget` drops them."""
-    program = drafting(DraftModel(model="other"), CHAIN, beside(tmp_path, ORDER))
+@pytest.mark.parametrize("drafter", ["", COPYING])
+def test_a_conversation_goes_on(
+    drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of the draft's own tokens are kept from call to call, as far as these are the same."""
+    draft = DraftModel(model="other", levels=3, drafter=drafter)
+    program = drafting(draft, CHAIN, fewer(tmp_path))
     model = gw.Model(program, Target.parse("eager"), {"name": "t"})
     options = {"eos_token_id": [], "pad_token_id": 0, "return_dict_in_generate": True}
-    first = model.generate(torch.tensor([PROMPTS[0] * 6]), max_new_tokens=9, **options)
-    longer = torch.cat([first.sequences, torch.tensor([[3, 4, 5]])], 1)
+    rows = Rows(monkeypatch)
+    # The second text ends the first one's last words otherwise: "ab" becomes "abc".
+    first = torch.tensor([[3, 0, 1, 5, 0, 4] * 8 + [5, 0, 1]])
+    model.generate(first, max_new_tokens=9, **options)
+    rows.texts, rows.fed = [], 0
+    longer = torch.cat([first, torch.tensor([[2, 3]])], 1)
     again = model.generate(longer, max_new_tokens=17, **options)
-    assert again.stats.reused_tokens > 48
-    assert again.stats.accepted_tokens == 12
+    kept, rows.texts, rows.fed = rows.fed, [], 0
+    assert again.stats.reused_tokens > 40
     model.forget()
     anew = model.generate(longer, max_new_tokens=17, **options)
-    assert torch.equal(anew.sequences, again.sequences) and anew.stats.accepted_tokens == 12
+    assert torch.equal(anew.sequences, again.sequences)
+    assert anew.stats.accepted_tokens == again.stats.accepted_tokens
+    assert rows.fed > kept + 20
 
 
 @pytest.mark.parametrize("name", ["token_intersection", "universal_assisted"])
