@@ -33,20 +33,20 @@ def with_draft(recipe: Recipe, model: str | Path) -> Recipe:
     that has its model already, or drafts otherwise.
     """
     passes = [step.pass_ for step in recipe.steps]
+    drafter = next((p for p in passes if p.models or p.name.startswith("draft_")), None)
     if (first := FIRST.fullmatch(str(model))) is not None:
-        if other := next((p.name for p in passes if p.models or p.name.startswith("draft_")), ""):
+        if drafter is not None:
             raise InputError(
-                f"draft={model}: the recipe {recipe.name!r} has the pass {other} already: give a "
-                f"recipe without a drafter"
+                f"draft={model}: the recipe {recipe.name!r} has the pass {drafter.name} already: "
+                f"give a recipe without a drafter"
             )
         return replace(recipe, passes=(*recipe.passes, *_first_layers(int(first[1]))))
     takes = [each.name for each in passes if "" in each.models]
     if not takes:
-        other = next((p for p in passes if p.models or p.name.startswith("draft_")), None)
-        if other is not None:
+        if drafter is not None:
             raise InputError(
-                f"draft={model}: the recipe {recipe.name!r} has the pass {other.name} already, and "
-                f"takes no other model: give a recipe without a drafter, or one such as "
+                f"draft={model}: the recipe {recipe.name!r} has the pass {drafter.name} already, "
+                f"and takes no other model: give a recipe without a drafter, or one such as "
                 f"draft_model, whose model you choose"
             )
         uses = tuple(Use(name, where="draft=") for name in DRAFTS)
