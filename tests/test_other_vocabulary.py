@@ -25,6 +25,7 @@ from graftwork.passes.drafting.draft_model import DraftModel
 from graftwork.passes.engine.manager import run_passes
 from graftwork.recipe import Recipe
 from graftwork.runtime.speculate.draft_cache import DraftCache
+from graftwork.runtime.speculate.proposers.translated import _Chain
 from graftwork.runtime.speculate.translated import Translated, Vocabularies
 
 LETTERS = "abcdefghijklmnop qrstuvwxyz.,!\n?"
@@ -296,6 +297,26 @@ def test_a_text_that_ends_within_a_character(tmp_path: Path) -> None:
     assert not text.ready
     text.extend([3, 0])
     assert (text.ready, text.rest) == (True, b"")
+
+
+def test_what_a_model_writes_in_the_targets_tokens(tmp_path: Path) -> None:
+    """By hand: with the words before it where a token ends as the text does, else alone. What ends
+    a draft may become part of a longer token; the tokens before do not change."""
+    words = words_of(
+        byte_level(tmp_path / "a.json", "abcd", ["ab", "cd"]),
+        byte_level(tmp_path / "b.json", "dcba"),
+    )
+    chain = _Chain(Translated(words, [2, 3]))  # "cd"
+    chain.add(3)
+    assert (chain.tokens, chain.take(False)) == ([0], -1)  # "a"
+    chain.add(2)
+    assert chain.tokens == [4] and chain.take(False) == -1  # "ab"
+    chain.add(1)
+    assert (chain.take(False), chain.take(False), chain.take(True)) == (4, -1, 2)  # "abc"
+    across = _Chain(Translated(words, [3, 0]))  # "da"
+    for token in (2, 1):  # "bc": the target's "ab" would reach across
+        across.add(token)
+    assert across.tokens == [1, 2]
 
 
 def test_models_without_what_is_needed(tmp_path: Path) -> None:
