@@ -456,8 +456,6 @@ def test_what_would_go_wrong_is_refused() -> None:
         evicting("snapkv", **{"recent": 9} | {"budget": 24})
     with pytest.raises(PassError, match=r"look 265 positions far, .* known for 256"):
         evicting("expected", ahead=257)
-    with pytest.raises(PassError, match="rows end at other places in other layers"):
-        evicting("pyramid", positions="cache")
     with pytest.raises(PassError, match="budget=256 and a block of 8 are more than the model"):
         evicting("pyramid", budget=256)
     with pytest.raises(PassError, match="the plan has cache=evict"):
