@@ -28,7 +28,7 @@ NEW = 20
 DRAFTS: dict[str, list[Any]] = {
     "chains": [{"draft_suffix": {"tokens": 3}}],
     "trees": ["accept_trees", "add_top_tokens", "draft_recycling"],
-    "int4": [{"quantize_weights": {}}, {"draft_suffix": {"tokens": 3}}],
+    "int4": [{"quantize_weights": {"group": 16}}, {"draft_suffix": {"tokens": 3}}],
     "cache": [{"quantize_cache": {}}, {"draft_suffix": {"tokens": 3}}],
 }
 
