@@ -139,7 +139,11 @@ def compiled(name: str, backend: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"), one_in(5, product(RECIPES, ["eager", "onnxruntime", "torch"]))
+    ("name", "backend"),
+    [
+        *one_in(5, product(RECIPES, ["eager", "onnxruntime"])),
+        *(pytest.param(name, "torch", marks=pytest.mark.long) for name in RECIPES),
+    ],
 )
 def test_recipes_write_the_targets_text(name: str, backend: str):
     asked = {"max_new_tokens": 20, "eos_token_id": [], "attention_mask": MASK}
