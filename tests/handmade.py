@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,3 +187,13 @@ class _Builder:
         up = self.linear(f"{name}.up", normed, shape.inner)
         y = self.fn.call(G.glu.default, gate, up, activation=shape.activation)
         return self.linear(f"{name}.down", y, shape.hidden)
+
+
+def decoded(feed: Callable[[int], int], prompt: Sequence[int], count: int) -> list[int]:
+    """A text of `count` tokens behind a prompt. feed: takes a token, gives the likeliest next."""
+    text = list(prompt)
+    for place in range(len(prompt) + count - 1):
+        best = feed(text[place])
+        if place + 1 == len(text):
+            text.append(best)
+    return text

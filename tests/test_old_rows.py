@@ -6,13 +6,12 @@ makes of them (loops over groups) as soon as the text is so long. It shares no o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from handmade import Shape, cached_llama
+from handmade import Shape, cached_llama, decoded
 from pydantic import ValidationError
 from selection import on_backends, one_in, rarely
 from test_runtime_cached import padded
@@ -243,14 +242,6 @@ class Reference:
         made[half:width, :half], made[:half, half:width] = sin.diag(), -sin.diag()
         return made
 
-    def decode(self, prompt: Sequence[int], count: int) -> list[int]:
-        text = list(prompt)
-        for place in range(len(prompt) + count - 1):
-            best = self.feed(text[place])
-            if place + 1 == len(text):
-                text.append(best)
-        return text
-
 
 def read_rows(program: Program, executable: Any, past: int) -> torch.Tensor:
     """The keys of layer 0 as attention reads them, [G,past,D]."""
@@ -284,7 +275,7 @@ def read_rows(program: Program, executable: Any, past: int) -> torch.Tensor:
 def test_rows_are_what_the_papers_rule_leaves_of_them(kind: str, backend: str) -> None:
     """Tokens and rows, through a prompt of several blocks and in decoding."""
     reference = Reference(kind)
-    wanted = reference.decode(TEXT[0].tolist(), 40)
+    wanted = decoded(reference.feed, TEXT[0].tolist(), 40)
     program = stored(kind)
     executable = executable_of(program, backend)
     assert generate(executable, TEXT, **asked(40))[0].tolist() == wanted

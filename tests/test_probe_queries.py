@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from handmade import cached_llama
+from handmade import cached_llama, decoded
 from selection import one_in
 from test_eviction import (
     BLOCK,
@@ -62,14 +62,6 @@ class Instructed:
         self.raw: list[list[torch.Tensor]] = [[] for _ in range(LAYERS)]
         self.queries: list[list[torch.Tensor]] = [[] for _ in range(LAYERS)]
         self.dropped = 0
-
-    def decode(self, prompt: list[int], count: int) -> list[int]:
-        text = list(prompt)
-        for place in range(len(prompt) + count - 1):
-            best = self.feed(text[place])
-            if place + 1 == len(text):
-                text.append(best)
-        return text
 
     def feed(self, token: int) -> int:
         rows = len(self.raw[0])
@@ -129,7 +121,7 @@ def test_it_keeps_what_the_papers_rule_keeps(backend: str) -> None:
     """Token for token, beyond the model's context."""
     reference = Instructed()
     count = SHAPE.context + 10 - TEXT.shape[1]
-    wanted = reference.decode(TEXT[0].tolist(), count)
+    wanted = decoded(reference.feed, TEXT[0].tolist(), count)
     found = generate(executable_of(evicting(), backend), TEXT, **asked(count))
     assert found[0].tolist() == wanted
     assert reference.dropped > 20

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from ...ir import Function, PassError, Program, Role, type_of
+from ...ir.plan import Whole
 from ...ir.plan.translated import TOKENIZER
 from ...ir.support.tokenizer import read_tokenizer
 from .decoder_layer import free_layer
@@ -29,6 +30,18 @@ def guest_of(program: Program, model: str, owner: str, name: str) -> Program:
             f"{owner}: {why}; its tokens must be the target's; choose a model of the same family"
         )
     return of_vocabulary(guest, program.info.vocab_size)
+
+
+def guest_beside(program: Program, model: str, owner: str, name: str) -> Program:
+    """`guest_of`, for a model that runs with every step. Errors: as of that, and `PassError` for a
+    step that is more than one function."""
+    step = program.plan.step
+    if step != Whole(step.plain):
+        raise PassError(
+            f"{owner}: expected a step that is one function, got step={step.brief}: leave out what "
+            f"cuts it, such as cut_depth"
+        )
+    return guest_of(program, model, owner, name)
 
 
 def any_guest_of(program: Program, model: str, owner: str, name: str) -> Program:

@@ -48,10 +48,9 @@ from pydantic import Field
 from ...ir import Function, PassError, Program, Role, cone, site_of, type_of
 from ...ir.execution.analysis import blocks_of
 from ...ir.ops.marker import HEAD
-from ...ir.plan import Whole
 from ...ir.plan.bounds import Amount, Factor, Share
 from ...ir.rewrite.subgraph import inlined
-from ..drafting.guest_step import guest_of, tokenizer_remarks, with_step_of
+from ..drafting.guest_step import guest_beside, tokenizer_remarks, with_step_of
 from ..engine.base import STATES, Contract, Effect, Outcome, Pass, register
 
 A, G = torch.ops.aten, torch.ops.graftwork
@@ -94,13 +93,7 @@ class ContrastModel(Pass):
         return frozenset() if self.lower else frozenset({"layer", "amateur_layer"})
 
     def run(self, program: Program) -> Outcome:
-        step = program.plan.step
-        if step != Whole(step.plain):
-            raise PassError(
-                f"{self.name}: expected a step that is one function, got step={step.brief}: leave "
-                f"out what cuts it, such as cut_depth"
-            )
-        guest = guest_of(program, self.model, self.name, NAME)
+        guest = guest_beside(program, self.model, self.name, NAME)
         if guest.plan.source.encoder or program.plan.source.encoder:
             raise PassError(
                 f"{self.name}: {program.name} and {guest.name}: expected decoder-only models, got "

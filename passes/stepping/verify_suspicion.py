@@ -35,8 +35,8 @@ from typing import ClassVar
 import torch
 
 from ...ir import PassError, Program, Role
-from ...ir.plan import Accompanied, NoSource, Suspicion, Whole
-from ..drafting.guest_step import guest_of, tokenizer_remarks, with_step_of
+from ...ir.plan import Accompanied, NoSource, Suspicion
+from ..drafting.guest_step import guest_beside, tokenizer_remarks, with_step_of
 from ..engine.base import Effect, Outcome
 from ..engine.plan_edits import with_plan, with_record
 from ..policies import RecordPass, builds
@@ -62,13 +62,7 @@ class VerifySuspicion(RecordPass):
         return (self.model,)
 
     def run(self, program: Program) -> Outcome:
-        step = program.plan.step
-        if step != Whole(step.plain):
-            raise PassError(
-                f"{self.name}: expected a step that is one function, got step={step.brief}: leave "
-                f"out what cuts it, such as cut_depth"
-            )
-        guest = guest_of(program, self.model, self.name, NAME)
+        guest = guest_beside(program, self.model, self.name, NAME)
         if {program.plan.source, guest.plan.source} != {NoSource()}:
             raise PassError(
                 f"{self.name}: {program.name} and {guest.name}: expected models that read texts "
@@ -87,6 +81,6 @@ class VerifySuspicion(RecordPass):
         remarks = tokenizer_remarks(program, guest)
         if short < program.info.context:
             remarks += (f"texts end at {short:,} tokens, where the reference's positions do",)
-        both = with_plan(both, step=Accompanied(step.plain, NAME))
+        both = with_plan(both, step=Accompanied(program.plan.step.plain, NAME))
         both = both.replace(info=replace(program.info, context=short))
         return Outcome(with_record(both, self.name, self.made(guest=NAME)), 1, remarks=remarks)
