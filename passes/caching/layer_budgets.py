@@ -97,7 +97,7 @@ def narrow(
             )
             attends |= found
         node.meta["type"] = state.type
-    rotated |= dict.fromkeys(attend.args[0] for attend in attends)  # type: ignore[misc]
+    rotated |= dict.fromkeys(arguments(attend)["q"] for attend in attends)
     if turned and budget is not None:
         _rotate(fn, program, [node for node in fn.calls() if node in rotated], places)
     masks: dict[torch.fx.Node, torch.fx.Node] = {}
