@@ -4,7 +4,7 @@
         [--targets eager:cpu:float32,torch:cpu:float32,onnxruntime:cpu:float32] [--batches 1,4]
         [--count 24] [--tokens 128] [--set medusa.draft_medusa.weights=FOLDER] [--json FILE.jsonl]
         [--reference int4 | --bits float32,int8,int4] [--data TEXT] [--whole]
-        [--draft SMALLER] [--corpus FILE]
+        [--draft SMALLER] [--corpus FILE] [--markdown FILE.md]
 
 MODEL is a checkpoint folder; prompts are lines with a field ``ids``. transformers' greedy texts,
 made in float32 one prompt at a time, are the measure; each recipe runs on each target, alone and in
@@ -20,7 +20,9 @@ A line of --prompts may have ids under the name of the model's folder.
 A recipe that refuses the model, or needs what it was not given, has a row that says so.
 
 With --json each row is written as soon as it is known, and rows that the file holds already are not
-run again: a long proof can be interrupted. The exit status is 1 if any text differs.
+run again: a long proof can be interrupted, and the file may hold those of other models, too. With
+--markdown all that it holds is written as tables of a page. The exit status is 1 if any text
+differs.
 """
 
 from __future__ import annotations
@@ -56,13 +58,14 @@ from systems import (
 )
 
 import graftwork as gw
+from graftwork.backends.tiles import kernel_name
 from graftwork.ir import GraftworkError
 from graftwork.ir.plan.contract import changes
 from graftwork.recipe import recipes
 
 Row = dict[str, Any]
-Key = tuple[str, str, str, int]
-KEY = ("recipe", "target", "bits", "batch")
+Key = tuple[str, str, str, str, int]
+KEY = ("model", "recipe", "target", "bits", "batch")
 """What a row is known by."""
 
 ALL = "lossless"
@@ -108,13 +111,13 @@ def proved(
     system = None
     for key in keys:
         row: Row = {**dict(zip(KEY, key, strict=True)), "prompts": len(prompts)}
-        row |= {"new_tokens": args.tokens, "whole": args.whole}
+        row |= {"new_tokens": args.tokens, "whole": args.whole, "kernels": kernel_name()}
         try:
-            system = system or running(built(args, *key[:3]))
+            system = system or running(built(args, *key[1:4]))
         except GraftworkError as error:
             yield row | {"none": str(error)}
             continue
-        yield row | compared(system, wanted, prompts, key[3], args.tokens)
+        yield row | compared(system, wanted, prompts, key[-1], args.tokens)
 
 
 def compared(
@@ -157,7 +160,7 @@ def told(row: Row) -> str:
 
 def table(rows: Sequence[Row], title: str) -> Table:
     """A line a recipe, a column a target and batch size: equal texts, and tokens a step."""
-    of = itemgetter(*KEY[1:])
+    of = itemgetter(*KEY[2:])
     places = list(dict.fromkeys(map(of, rows)))
     shown = Table(title=title, box=None, title_justify="left", pad_edge=False)
     shown.add_column("recipe", no_wrap=True)
@@ -169,6 +172,40 @@ def table(rows: Sequence[Row], title: str) -> Table:
     return shown
 
 
+def markdown(rows: Sequence[Row]) -> str:
+    """A table a model: a line a recipe, a column a target and bits of weights, and in its cells how
+    many texts of all batch sizes are the same, and tokens a step. Refusals are named below it."""
+    parts = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = sorted((row for row in rows if row["model"] == model), key=itemgetter("recipe"))
+        places = sorted({(row["target"], row["bits"]) for row in own})
+        heads = ["recipe", *(f"{target.split(':')[0]} {bits}".strip() for target, bits in places)]
+        lines = [f"## Texts of {model}", "", f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+        refused: dict[str, list[str]] = {}
+        for name in dict.fromkeys(row["recipe"] for row in own):
+            cells = []
+            for place in places:
+                at = [r for r in own if (r["recipe"], r["target"], r["bits"]) == (name, *place)]
+                for reason in {row["none"] for row in at if "none" in row}:
+                    named = refused.setdefault(reason, [])
+                    named += [f"`{name}`"] * (f"`{name}`" not in named)
+                cells.append(texts_of([row for row in at if "none" not in row]))
+            if any(cells):
+                lines.append(f"| `{name}` | {' | '.join(cells)} |")
+        lines += [f"\n{', '.join(names)}: {reason}" for reason, names in refused.items()]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def texts_of(rows: Sequence[Row]) -> str:
+    """A cell of the page: equal texts of those of all batch sizes, tokens a step alone."""
+    if not rows:
+        return ""
+    same, texts = (sum(row[name] for row in rows) for name in ("same", "prompts"))
+    alone = min(rows, key=itemgetter("batch"))
+    return f"{same}/{texts} ({alone['tokens_per_step']:.2f})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -176,6 +213,7 @@ def main() -> None:
     add_arguments(parser, targets="eager:cpu:float32,torch:cpu:float32,onnxruntime:cpu:float32")
     parser.add_argument("--batches", default="1,4", help="numbers of prompts at a time")
     parser.add_argument("--json", type=Path, help="append a line a row; skip those it holds")
+    parser.add_argument("--markdown", type=Path, help="write what --json holds as tables")
     parser.add_argument("--reference", help="the recipe whose texts are the measure")
     parser.add_argument("--bits", default="", help="of weights, by commas: float32, int8, int4")
     parser.add_argument("--whole", action="store_true", help="draft at every step")
@@ -183,6 +221,8 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, help="texts that are copied from")
     parser.add_argument("--data", type=Path, help="text for passes that learn from some")
     args = parser.parse_args()
+    if args.markdown and not args.json:
+        parser.error("--markdown writes what --json holds: name that file, too")
     names = chosen(args.recipes)
     for name in names:
         approximate = changes(with_settings(name, args.set).contract)
@@ -194,12 +234,13 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     vocab = json.loads((args.model / "config.json").read_text())["vocab_size"]
     prompts = read_prompts(args.prompts, args.count, args.length, vocab, args.model.name)
-    rows = known(args.json)
+    rows = [row for row in known(args.json) if row["model"] == args.model.name]
     done = {tuple(row[name] for name in KEY) for row in rows}
     for bits, target in product(args.bits.split(","), args.targets.split(",")):
         wanted: list[list[int]] = []
         for name in names:
-            keys = [(name, target, bits, int(size)) for size in args.batches.split(",")]
+            place = (args.model.name, name, target, bits)
+            keys = [(*place, int(size)) for size in args.batches.split(",")]
             keys = [key for key in keys if key not in done]
             if keys and not wanted:
                 wanted = measure(args, target, bits, prompts)
@@ -210,6 +251,8 @@ def main() -> None:
                     with args.json.open("a") as file:
                         file.write(json.dumps(row) + "\n")
             gc.collect()  # two programs at a time would take twice the memory
+    if args.markdown:
+        args.markdown.write_text(markdown(known(args.json)))
     whose = args.reference or ("plain decoding" if args.bits else "transformers")
     title = f"{args.model.name}: texts equal to {whose}'s (tokens a step)"
     console = Console()

@@ -2,7 +2,8 @@
 
 `pages()` gives them as Markdown by path. What a page says comes from the recipe's file, from the
 passes' options and docstrings, from the paragraphs of recipes.md that name the recipe, and from the
-rows of real_models.md and measured.md that measure it, with the command that they stand below.
+rows of real_models.md, lossless.md and measured.md that measure it, with the command that they
+stand below.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from graftwork.passes import Pass
 from graftwork.recipe import Recipe, recipes
 
 DOCS = Path(__file__).parent
-MEASURED = ("real_models.md", "measured.md")
+MEASURED = ("real_models.md", "lossless.md", "measured.md")
 BELONGING = 6
 """Paragraphs and tables that a page shows at most."""
 

@@ -60,3 +60,19 @@ def test_texts_of_another_recipe_may_be_the_measure(
     said = capsys.readouterr()
     assert said.err.count("3/3 the same") == 2
     assert "texts equal to int8's" in said.out
+
+
+def test_the_page_is_drawn_from_the_rows_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    script = runpy.run_path(str(SCRIPT))
+    docs = SCRIPT.parents[1] / "docs"
+    rows = script["known"](docs / "lossless.jsonl")
+    page = (docs / "lossless.md").read_text(encoding="utf-8")
+    assert page.endswith("\n\n" + script["markdown"](rows))
+    assert all(row["same"] == row["prompts"] for row in rows if "none" not in row)
+
+    kept = [{**rows[0], "batch": 1}, {**rows[0], "batch": 4, "same": 7, "tokens_per_step": 9.0}]
+    drawn = script["markdown"]([*kept, {**rows[0], "recipe": "other", "none": "why not"}])
+    first = rows[0]
+    assert f"| `{first['recipe']}` | 15/16 ({first['tokens_per_step']:.2f}) |" in drawn
+    assert drawn.endswith("\n\n`other`: why not\n")
