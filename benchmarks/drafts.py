@@ -8,9 +8,10 @@ MODEL is a checkpoint folder or a .gguf file. A line of FILE has ``kind`` and ``
 under the name of the model's folder or file. A recipe's passes run over weights of each of `bits`;
 what stands in `json` is not measured again. Each row:
 
-    speed       tokens a second over plain decoding's in the same bits, in turns, median of rounds;
-                what was learned from one text is forgotten before the next (`forget`), what steps
-                take is not
+    speed       tokens a second over plain decoding's in the same bits, which is timed before and
+                after, median of rounds; what was learned from one text is forgotten before the
+                next (`forget`), what steps take is not
+    itself      plain decoding after over before, likewise: how far 1.00 is to be believed
     accepted    tokens a step, of the last round
     sampled     tokens a step at temperature 1, one round
     same        whether the greedy text is plain decoding's
@@ -41,10 +42,12 @@ def measured(
     for prompt in prompts:
         for model in (plain, fast):  # steps of drafts are compiled
             write(model, prompt, args.tokens)
-        speeds = []
+        speeds, itself = [], []
         for _ in range(args.rounds):
-            one, other = (write(model, prompt, args.tokens) for model in (plain, fast))
-            speeds.append(other.stats.tokens_per_second / one.stats.tokens_per_second)
+            one, other, again = (write(m, prompt, args.tokens) for m in (plain, fast, plain))
+            before, after = one.stats.tokens_per_second, again.stats.tokens_per_second
+            speeds.append(2 * other.stats.tokens_per_second / (before + after))
+            itself.append(after / before)
         fast.forget()
         drawn = fast.generate(
             prompt,
@@ -59,6 +62,7 @@ def measured(
         rows.append(
             {
                 "speed": statistics.median(speeds),
+                "itself": statistics.median(itself),
                 "accepted": other.stats.accepted_per_step,
                 "sampled": drawn.stats.accepted_per_step,
                 "same": torch.equal(one.sequences, other.sequences),
@@ -68,10 +72,11 @@ def measured(
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """A table: speed over plain, and tokens a step, by kind."""
+    """A table: speed over plain, and tokens a step, by kind; how far plain decoding is off itself,
+    by kind, in the mean and at most."""
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    lines = [f"| recipe | bits | {' | '.join(kinds)} | mean | least |"]
-    lines.append("|" + "---|" * (len(kinds) + 4))
+    lines = [f"| recipe | bits | {' | '.join(kinds)} | mean | least | noise |"]
+    lines.append("|" + "---|" * (len(kinds) + 5))
     cells: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in rows:
         cells.setdefault((row["recipe"], row["bits"]), {})[row["kind"]] = row
@@ -82,7 +87,11 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         ]
         speeds = [each["speed"] for each in found.values()]
         mean, least = statistics.mean(speeds), min(speeds)
-        lines.append(f"| `{name}` | {bits} | {' | '.join(shown)} | {mean:.2f} | {least:.2f} |")
+        off = [abs(each["itself"] - 1) for each in found.values()]
+        noise = f"{statistics.mean(off):.2f}, {max(off):.2f}"
+        lines.append(
+            f"| `{name}` | {bits} | {' | '.join(shown)} | {mean:.2f} | {least:.2f} | {noise} |"
+        )
     return "\n".join(lines) + "\n"
 
 
