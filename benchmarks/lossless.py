@@ -112,6 +112,8 @@ def proved(
     for key in keys:
         row: Row = {**dict(zip(KEY, key, strict=True)), "prompts": len(prompts)}
         row |= {"new_tokens": args.tokens, "whole": args.whole, "kernels": kernel_name()}
+        if own := [one for one in args.set if one.startswith(f"{key[1]}.")]:
+            row["set"] = own
         try:
             system = system or running(built(args, *key[1:4]))
         except GraftworkError as error:

@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from .training.early_exit import train_exits
     from .training.fit import fit
     from .training.heal import heal
+    from .training.learner import Learner
     from .training.tuned import train_target
 
 _install()
 
 __all__ = [
     "GraftworkError",
+    "Learner",
     "LookBack",
     "Mirostat",
     "Model",
@@ -53,6 +55,7 @@ __all__ = [
 # Loaded on first use: `import graftwork` and `graftwork --help` then cost milliseconds, not torch.
 _HOMES = {
     "GraftworkError": ".ir.support.errors",
+    "Learner": ".training",
     "LookBack": ".runtime.asking.samplers",
     "Mirostat": ".runtime.asking.samplers",
     "Model": ".model",

@@ -111,7 +111,8 @@ def turned(
         raise NoValueServes(
             f"recipe {recipe.name!r} leaves out more than this model can do without: on "
             f"{cost.text}, {knob.option}={value}, the least of its values, has "
-            f"{_said(cost)} of the model's perplexity, and {1 + tolerance:g} is tolerated. "
+            f"{_said(cost)} of the model's perplexity, and {1 + tolerance:g} is tolerated, the "
+            f"error included. "
             f"{_remedies(recipe, cost)}"
         )
     made, value, cost = found

@@ -1,10 +1,11 @@
-"""Training of inserted weights (`fit`), of the target with them (`train_target`), or of the target
-itself (`train_exits`, `heal`)."""
+"""Training of inserted weights (`fit`, `Learner`), of the target with them (`train_target`), or of
+the target itself (`train_exits`, `heal`)."""
 
 from .early_exit import ExitsTrained, train_exits
 from .fit import FitOptions, FitState, Fitted, Report, fit
 from .heal import Healed, heal
 from .layerskip import LayerSkip
+from .learner import Learner, LearnerOptions, Update
 from .tuned import Tuned, train_target
 
 __all__ = [
@@ -14,8 +15,11 @@ __all__ = [
     "Fitted",
     "Healed",
     "LayerSkip",
+    "Learner",
+    "LearnerOptions",
     "Report",
     "Tuned",
+    "Update",
     "fit",
     "heal",
     "train_exits",

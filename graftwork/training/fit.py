@@ -32,10 +32,11 @@ from ..passes.drafting.draft_vocabulary import chosen_by
 from ..passes.drafting.trained import trained_on
 from . import checkpoint
 from .budget import Budget, check_loss, rate_factor
+from .losses import total_loss
 from .net import Net, check_chains, chosen, refuse_tuning, trainable, trained_parts
-from .objectives.base import Batch, Loss, objective_of
+from .objectives.base import Loss, objective_of
 from .processes import Processes
-from .teacher_cache import CHOSEN, FOLDER, CachedWindows, Kept, Teacher, TeacherCache
+from .teacher_cache import FOLDER, CachedWindows, Kept, Teacher, TeacherCache
 from .texts import Author, undrafted
 
 if TYPE_CHECKING:
@@ -412,24 +413,8 @@ class Fit:
         return max(1, min(len(tokens), TEACHER_BYTES // (tokens.shape[1] * words * 4)))
 
     def _loss(self, net: Net, teacher: Teacher, windows: CachedWindows) -> Loss:
-        """The sum of all drafters' losses on windows with cached activations."""
-        taps = {name: windows.states[name] for name in teacher.taps}
-        run = net.sharing({name: windows.states[name] for name in teacher.shared})
-        plan = self.model.program.plan
-        firsts, parts = windows.firsts.tolist(), plan.step.parts
-        losses, said = [], {}
-        for draft, objective in zip(self.drafts, self.objectives, strict=True):
-            known = net.known_of(draft)
-            mark = None if known is None else known.data_ptr()
-            if mark not in said:
-                logits = teacher.logits(windows.states, known)
-                chosen = windows.states[CHOSEN]
-                said[mark] = Batch(
-                    windows.tokens, taps, logits, plan.draft, firsts, parts, known, chosen
-                )
-            losses.append(objective(draft, run, said[mark]))
-        total = torch.stack([loss.total for loss in losses]).sum()
-        return Loss(total, [hit for loss in losses for hit in loss.hits])
+        """See `total_loss`."""
+        return total_loss(net, teacher, self.drafts, self.model.program.plan, windows)
 
     def _share(self, state: checkpoint.Progress) -> float:
         return self.options.used(state.step, time.perf_counter() - self.started)

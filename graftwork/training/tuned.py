@@ -39,6 +39,7 @@ from ..passes.drafting.tune_target import TuneTarget, tuning_of, untuned
 from ..passes.engine.evidence import TextSample
 from . import checkpoint
 from .fit import Fit, FitOptions, FitState, Fitted, Report, held_out_prompts, room
+from .losses import joined
 from .net import Net
 from .objectives.base import Batch, Loss, Run
 from .teacher_cache import CachedWindows, Teacher
@@ -301,8 +302,7 @@ class Tuning(Fit):
                 logits.argmax(-1),
             )
             losses.append(objective(draft, run, batch))
-        total = torch.stack([loss.total for loss in losses]).sum()
-        return Loss(total, [hit for loss in losses for hit in loss.hits])
+        return joined(losses)
 
 
 def _telling(model: Model, change: Changed) -> Model:

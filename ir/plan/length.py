@@ -206,6 +206,43 @@ class GoodputLength(LengthRecord):
         yield from self.of.misfits(plan)
 
 
+@record
+class NotedLength(LengthRecord):
+    """What another policy says, while notes are taken of the tokens that drafts brought: those that
+    nobody foresaw are what a drafter has to learn (see `Learner`). of: that policy."""
+
+    of: Filled[LengthRecord] = FixedLength()
+    kind: ClassVar[str] = "noted"
+
+    @property
+    def steady(self) -> LengthRecord:
+        return replace(self, of=self.of.steady)
+
+    @property
+    def shortens(self) -> bool:  # type: ignore[override]
+        return self.of.shortens
+
+    @property
+    def by_level(self) -> bool:  # type: ignore[override]
+        return self.of.by_level
+
+    @property
+    def gives_up(self) -> bool:  # type: ignore[override]
+        return self.of.gives_up
+
+    @property
+    def judges(self) -> bool:  # type: ignore[override]
+        return self.of.judges
+
+    @property
+    def trains(self) -> tuple[Record, ...]:
+        return self.of.trains
+
+    def misfits(self, plan: DecodePlan) -> Iterator[str]:
+        """See `Record.misfits`: those of the other policy."""
+        yield from self.of.misfits(plan)
+
+
 @policy
 class EarnedLength(LengthRecord):
     """Whole drafts while they yield what they cost, or none, as each text's own tokens say.

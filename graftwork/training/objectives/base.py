@@ -26,7 +26,8 @@ class Batch:
     that the target did not generate; default 0. parts: segments of the target's step, if it is cut.
     known: i64[D], rising ids of the tokens that the student knows; logits are theirs, f[N,T,D], and
     so are distributions and `best`, which say nothing where the target's best token is another.
-    chosen: the target's best tokens i64[N,T]; default: by `logits`.
+    chosen: the target's best tokens i64[N,T]; default: by `logits`. counted: bool[N,T], after which
+    tokens predictions are taught; None: after all. Target distributions are zero after the others.
     """
 
     tokens: torch.Tensor
@@ -37,6 +38,7 @@ class Batch:
     parts: tuple[str, ...] = ()
     known: torch.Tensor | None = None
     chosen: torch.Tensor | None = None
+    counted: torch.Tensor | None = None
 
     def alone(self) -> Iterator[Batch]:
         """Each window, from its continuation by the target on. For drafts that read one position;
@@ -53,9 +55,15 @@ class Batch:
         self, place: tuple[slice, slice], tokens: torch.Tensor, hidden: Mapping[str, torch.Tensor]
     ) -> Batch:
         """Some windows and positions, with tokens and states of theirs."""
-        chosen = None if self.chosen is None else self.chosen[place]
-        logits = self.logits[place]
-        return replace(self, tokens=tokens, hidden=hidden, logits=logits, chosen=chosen, firsts=())
+        chosen, counted = (
+            None if given is None else given[place] for given in (self.chosen, self.counted)
+        )
+        said = replace(self, logits=self.logits[place], chosen=chosen, counted=counted)
+        return replace(said, tokens=tokens, hidden=hidden, firsts=())
+
+    def _taught(self, found: torch.Tensor) -> torch.Tensor:
+        """Distributions f[N,T,V], of which those that are not taught become zero."""
+        return found if self.counted is None else found.mul_(self.counted[..., None])
 
     def _rows(self, tokens: torch.Tensor) -> torch.Tensor:
         """Where tokens stand in the student's vocabulary; -1: nowhere."""
@@ -72,7 +80,7 @@ class Batch:
     @cached_property
     def teacher(self) -> torch.Tensor:
         """The teacher's distribution, f32[N,T,V]; zeros where `best` is -1."""
-        found = self.logits.float().softmax(-1)
+        found = self._taught(self.logits.float().softmax(-1))
         return found if self.known is None else found.mul_((self.best >= 0)[..., None])
 
     def target(self, aim: Aim) -> torch.Tensor:
@@ -88,12 +96,13 @@ class Batch:
         after = self.tokens[:, 1:] if self.tokens.dim() == 2 else self.tokens[..., -1]
         index = torch.cat([self._rows(after), self.best[:, -1:]], 1)[..., None]
         one = torch.zeros(self.logits.shape, device=self.logits.device)
-        return one.scatter_(-1, index.clamp(min=0), (index >= 0).float())
+        return self._taught(one.scatter_(-1, index.clamp(min=0), (index >= 0).float()))
 
     @cached_property
     def _both(self) -> torch.Tensor:
         index = self.best[..., None]
-        return (self.teacher * 0.5).scatter_add_(-1, index.clamp(min=0), (index >= 0) * 0.5)
+        both = (self.teacher * 0.5).scatter_add_(-1, index.clamp(min=0), (index >= 0) * 0.5)
+        return self._taught(both)
 
 
 class Loss(NamedTuple):
