@@ -4,8 +4,9 @@
         --text TEXTS.jsonl [--count 96] [--prompt 64] [--tokens 96] [--every 16] [--rate 3e-4]
         [--target onnxruntime:cpu:float32] [--threads 2] --out FOLDER [--json F]
 
-MODEL is a checkpoint folder or a .gguf file; the first tokens of each document of TEXTS are a
-prompt. Drafts are whole, whether they pay or not. Each row, a stretch of texts between two updates:
+MODEL is a checkpoint folder or a .gguf file; prompts are drawn from all over the documents of
+TEXTS, which are read for nothing else. Drafts are whole, whether they pay or not. Each row, a
+stretch of texts between two updates:
 
     texts       from the stream's beginning
     frozen      tokens a step of the drafter as it was
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,9 @@ from real import documents
 import graftwork as gw
 from graftwork.backends import Target
 from graftwork.recipe import Recipe
+
+SPACE = 512
+"""Tokens from one prompt's place in a document to the next one's."""
 
 
 def whole(model: gw.Model) -> gw.Model:
@@ -87,7 +92,9 @@ def main() -> None:
     options = {"every": args.every, "passes": args.passes, "rate": args.rate}
     learner = gw.Learner(frozen, args.out, **options)
     read = documents(args.text, frozen, 2**31)
-    prompts = [ids[: args.prompt] for ids in read if len(ids) >= args.prompt][: args.count]
+    places = [ids[at:] for ids in read for at in range(0, len(ids) - args.prompt, SPACE)]
+    random.Random(0).shuffle(places)
+    prompts = [ids[: args.prompt] for ids in places[: args.count]]
     rows = []
     for first in range(0, len(prompts), args.every):
         some = prompts[first : first + args.every]

@@ -150,7 +150,8 @@ def test_growing_caches_compiles_nothing():
     assert counters["stats"]["unique_graphs"] == compiled
 
 
-@pytest.mark.parametrize("first", [40, pytest.param(64, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("first", [40, 64])
 def test_prompts_of_any_length_share_what_is_compiled(first):
     """No column is fed for nothing. 64: a prompt as long as the caches, whose sizes are alike then,
     is not to make them one."""
