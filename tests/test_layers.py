@@ -79,8 +79,8 @@ def test_the_program_is_that_of_the_whole_trace(
 
 def test_layers_of_two_kinds(seen: list[Kinds], monkeypatch: pytest.MonkeyPatch) -> None:
     """Windowed layers and others: three of each are traced."""
-    check(deeper("gemma2"), monkeypatch)
-    assert seen[0].skipped == 2
+    check(deeper("gemma2", 10), monkeypatch)
+    assert 2 <= seen[0].skipped <= 4
 
 
 @pytest.mark.long

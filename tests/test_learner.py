@@ -208,8 +208,22 @@ def test_an_update_that_fails_leaves_drafts_as_they_were(
     assert torch.equal(found, drafting.generate(TEXTS[0], **ASKED)) and len(broken.lessons) == 1
 
 
-def test_nothing_is_learned_of_a_call_that_fails(drafting: gw.Model, tmp_path: Path) -> None:
+def test_nothing_is_learned_of_calls_that_fail_or_draft_nothing(
+    drafting: gw.Model, tmp_path: Path
+) -> None:
     learner = gw.Learner(drafting, tmp_path / "heads")
     with pytest.raises(InputError):
         learner.generate(PROMPTS, attention_mask=MASK, max_new_tokens=0)
+    learner.generate(TEXTS[0], num_beams=2, **ASKED)
     assert not learner.lessons and not (tmp_path / "heads").exists()
+
+
+def test_texts_that_stop_are_learned_from_as_far_as_they_go(
+    drafting: gw.Model, tmp_path: Path
+) -> None:
+    """In a batch, whose rows are filled up."""
+    learner = gw.Learner(drafting, tmp_path / "heads")
+    alone = [drafting.generate(t, stop_strings=["\n"], **ASKED)[0].tolist() for t in TEXTS[:3]]
+    learner.generate(TEXTS[:3], stop_strings=["\n"], **ASKED)
+    assert [lesson.tokens for lesson in learner.lessons] == alone
+    assert len({len(lesson.tokens) for lesson in learner.lessons}) > 1

@@ -29,7 +29,8 @@ from graftwork.ir.ops.sparse import attend_rows, take_channels, top_rows, top_st
 from graftwork.passes.caching.cached_rows import written
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.quantize_cache import QuantizeCache
-from graftwork.passes.caching.read_sparse import ReadSparse, label_weights
+from graftwork.passes.caching.read_sparse import ReadSparse
+from graftwork.passes.caching.row_labels import label_weights
 from graftwork.passes.drafting.recycling import RecyclingDraft
 from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.engine.feed import empty_inputs

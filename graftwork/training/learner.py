@@ -201,13 +201,18 @@ class Learner:
             self._serve(made.model)
 
     def _note(self, ids: torch.Tensor, asked: dict[str, Any], sequences: torch.Tensor) -> None:
-        """Keep a call's texts and what was foreseen of them; none of beams, which draft nothing."""
+        """Keep a call's texts and what was foreseen of them: none of beams, which draft nothing, or
+        behind prompts of pictures or rows, which the teacher does not read."""
         request = read_request(ids, asked, self._noting.program)
         rows = sequences[:, ids.shape[1] :].tolist()
         foreseen = foreseen_by(self._noting.executable)
+        if request.pictures or request.embeds:
+            return
         for text, row, known in zip(request.own, rows, foreseen, strict=False):
             ends = [place + 1 for place, one in enumerate(row) if one in request.stopping.eos]
             new, prompt = row[: min([*ends, len(row)])], text.tokens
+            while not ends and new and new[-1] == request.pad:  # it was stopped before others
+                new.pop()
             known_places = {len(prompt) - 1 + place for place in known}
             tokens = [*prompt, *new]
             taught = [

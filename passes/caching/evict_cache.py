@@ -55,7 +55,8 @@ from ..policies import builds
 from .budgets.base import BUDGETS, alike
 from .cached_rows import Written, written
 from .contents import LearnedContents, RecordedContents
-from .evict_function import OPENING, WINDOW, Builder, Settings
+from .evict_function import OPENING, WINDOW, Builder
+from .evict_settings import Settings
 from .layer_budgets import narrow, narrowed
 from .query_heads import by_query_head
 from .scores.base import SCORES

@@ -46,7 +46,7 @@ from ..engine.plan_edits import Prompts
 from ..policies import builds
 from .cached_rows import Written, reach_of, unbounded, written
 from .contents import RecordedContents, upkeep
-from .read_sparse import attend_rows, check_sparse, prompts_apart
+from .picked_rows import attend_rows, check_sparse, prompts_apart
 
 G = torch.ops.graftwork
 

@@ -44,7 +44,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.fx
@@ -54,23 +54,17 @@ from ...ir import (
     Function,
     PassError,
     Program,
-    State,
-    TensorType,
-    Weight,
     arguments,
-    site_of,
     type_of,
 )
 from ..engine.base import Effect, Evidence, Length, Outcome, TextSample, Windows, register
-from ..engine.feed import watched
-from ..engine.plan_edits import Prompts, with_prefill
+from ..engine.plan_edits import Prompts
 from .cached_rows import Written, unbounded, written
 from .contents import LearnedContents
-from .exchange import beside
+from .picked_rows import attend_rows, check_sparse, prompts_apart
+from .row_labels import BITS, Label, label_of, label_weights
 
 A, G = torch.ops.aten, torch.ops.graftwork
-BITS = 4
-"""Of a label's numbers."""
 FULL, PICKS = 2, 2
 """Layers that read all rows, and that pick by attention: of Yang et al., "TidalDecode" (2024)."""
 
@@ -189,7 +183,7 @@ class ReadSparse(LearnedContents):
         caches: Sequence[Written],
         windows: torch.Tensor,
         turns: Mapping[str, bool | None],
-    ) -> dict[str, _Label]:
+    ) -> dict[str, Label]:
         """By the state of a layer's keys: what its label is."""
         weights, labels = label_weights(program, caches, windows), {}
         for cache, sizes in zip(caches, weights, strict=True):
@@ -202,44 +196,8 @@ class ReadSparse(LearnedContents):
                 f"channels={self.channels}",
             )
             best = sizes.topk(self.channels, dim=1).indices.sort(dim=1).values
-            labels[name] = _label(program.states[name], best)
+            labels[name] = label_of(program.states[name], best)
         return labels
-
-
-def label_weights(
-    program: Program, caches: Sequence[Written], windows: torch.Tensor
-) -> list[torch.Tensor]:
-    """Of each cache f32[G,D]: how large a part of the products of queries and keys a channel has,
-    the mean over all pairs of a text's tokens. windows i64[N,T].
-
-    Source: Yang et al., "Post-Training Sparse Attention with Double Sparsity" (2024).
-    """
-    values = {f"k.{n}": cache.keys.new for n, cache in enumerate(caches)}
-    values |= {f"q.{n}": arguments(cache.attend)["q"] for n, cache in enumerate(caches)}
-    parts = [torch.zeros(()) for _ in caches]
-    for found in watched(program, program.step, values, windows):
-        for n in range(len(caches)):
-            queries, keys = (found[f"{r}.{n}"][0].float().abs().mean(1) for r in "qk")
-            grouped = queries.reshape(len(keys), -1, queries.shape[1]).mean(1)
-            parts[n] = parts[n] + grouped * keys / len(windows)
-    return parts
-
-
-class _Label(NamedTuple):
-    """weight: i64[G,R], the channels. states: codes of rows, and their steps."""
-
-    weight: Weight
-    states: tuple[State, State]
-
-
-def _label(keys: State, channels: torch.Tensor) -> _Label:
-    """channels i64[G,R]."""
-    base, rows = keys.name.rpartition(".key")[0], keys.type.dims[:3]
-    codes = TensorType(torch.uint8, (*rows, channels.shape[1] * BITS // 8))
-    steps = TensorType(torch.float32, (*rows, 2))
-    label = State(f"{base}.label", codes, keys.layer, "label")
-    states = beside(label, "codes", codes), beside(label, "steps", steps)
-    return _Label(Weight.of(f"{base}.channels", channels), states)
 
 
 @dataclass
@@ -250,7 +208,7 @@ class _Editor:
     program: Program
     options: ReadSparse
     turns: Mapping[str, bool | None]
-    labels: Mapping[str, _Label]
+    labels: Mapping[str, Label]
     full: bool = False
     picked: tuple[torch.fx.Node, Any] | None = None
 
@@ -292,10 +250,10 @@ class _Editor:
         )
         attend_rows(write, rows)
 
-    def _taken(self, rows: Any, label: _Label) -> torch.fx.Node:
+    def _taken(self, rows: Any, label: Label) -> torch.fx.Node:
         return self.fn.call(G.take_channels.default, rows, self.fn.weight(label.weight))
 
-    def _stored(self, write: Written, label: _Label) -> tuple[torch.fx.Node, ...]:
+    def _stored(self, write: Written, label: Label) -> tuple[torch.fx.Node, ...]:
         """Labels of all rows, those of the step written: codes and steps."""
         fn = self.fn
         rows = self._taken(write.keys.new, label)
@@ -308,37 +266,3 @@ class _Editor:
             self.outputs[state.name] = part
             parts.append(part)
         return tuple(parts)
-
-
-def prompts_apart(program: Program, who: str, prefill: Prompts) -> tuple[Program, str]:
-    """The program, with a function for prompts if these are not to read sparsely, and its name."""
-    if prefill == "same":
-        return program, ""
-    program = with_prefill(program, who)
-    return program, program.plan.step.read(argmax=True)[0]
-
-
-def attend_rows(write: Written, rows: torch.fx.Node) -> None:
-    """Let attention read these rows, i64[B,H,T,R] or i64[B,G,T,R], and no others, in place."""
-    fn, attend, given = write.function, write.attend, arguments(write.attend)
-    operands, how = (given["q"], given["k"], given["v"], rows), write.options
-    how["sinks"] = given["sinks"]
-    read = fn.call(G.attend_rows.default, *operands, site=site_of(attend), **how)
-    fn.replace(attend, read)
-
-
-def check_sparse(what: str, write: Written) -> None:
-    """Errors: `PassError` for attention that cannot be made to read some rows."""
-    given = arguments(write.attend)
-    if write.how:
-        raise PassError(
-            f"{what}: {write.what} stores rows in {write.how['bits']} bits, and picked rows "
-            f"are read as they are: leave out quantize_cache, or this pass"
-        )
-    if not write.whole:
-        raise PassError(f"{what}: attention of {write.what} reads what is not a cache's rows")
-    if given["bias"] is not None:
-        raise PassError(
-            f"{what}: {write.what} weighs rows by their distance (ALiBi), and picked rows "
-            f"have no weights of that kind"
-        )
