@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from archs import build
 from recorded import calls_of
+from recurrent_archs import RECURRENT
 from runtime_models import Recorder
 from selection import mostly_long
 from small_llama import small_llama
@@ -63,16 +65,19 @@ def said(model: LlamaForCausalLM, tokens: list[int]) -> torch.Tensor:
         return model(torch.tensor([tokens])).logits[0, -1].softmax(-1)
 
 
-def by_hand(prompt: list[int], k: int = 4, alpha: float = ALPHA) -> tuple[list[int], int]:
+def by_hand(
+    prompt: list[int], k: int = 4, alpha: float = ALPHA, pair: Any = None
+) -> tuple[list[int], int]:
     """Greedy tokens, and how many of them the reference chose: k of the target, all of them judged,
-    the first suspicious one replaced and those behind it forgotten."""
-    other, text, replaced = reference(), list(prompt), 0
+    the first suspicious one replaced and those behind it forgotten. pair: the two models."""
+    target, other = pair or (source(), reference())
+    text, replaced = list(prompt), 0
     while len(text) < len(prompt) + NEW:
         begun = len(text)
         for _ in range(k):
-            text.append(int(said(source(), text).argmax()))
+            text.append(int(said(target, text).argmax()))
         for place in range(begun, len(text)):
-            p, q = said(source(), text[:place]), said(other, text[:place])
+            p, q = said(target, text[:place]), said(other, text[:place])
             if p[text[place]] / q[text[place]] >= alpha:
                 text = [*text[:place], int(q.argmax())]
                 replaced += 1
@@ -103,6 +108,25 @@ def test_texts_are_the_papers_whatever_drafts(case: str, clean: Path) -> None:
         assert row[-NEW:] == wanted and by_hand(prompt, k=1)[0] == wanted
         assert 1 < replaced < NEW - 5
     assert (found.stats.accepted_tokens > 0) == (name != "none")
+
+
+@pytest.mark.parametrize(
+    "case", mostly_long(["none-eager", "suffix-eager", f"suffix-{TARGETS[1]}"], ["suffix-eager"])
+)
+def test_targets_with_recurrences_are_checked(case: str, tmp_path: Path) -> None:
+    """But do not write ahead."""
+    name, target = case.split("-")
+    recurrent = build(RECURRENT["qwen3_next"])
+    other = small_llama(recurrent.config.vocab_size, 0, pad_token_id=0)
+    other.save_pretrained(tmp_path)
+    passes = [{"verify_suspicion": {"model": str(tmp_path), "alpha": 1.2}}, *DRAFTS[name]]
+    recipe = {"name": "checked", "extends": "baseline", "passes": passes}
+    fast = gw.optimize(recurrent, gw.Recipe.load(recipe), target=target)
+    found = fast.generate([*PROMPTS], pad_token_id=0, **PLAIN)
+    for row, prompt in zip(found.tolist(), PROMPTS, strict=True):
+        assert row[-NEW:] == by_hand(prompt, 1, 1.2, (recurrent, other))[0]
+    with pytest.raises(PassError, match=r"draft_own: .* has recurrences"):
+        gw.optimize(recurrent, gw.Recipe.load({**recipe, "passes": [*passes[:1], *OWN]}))
 
 
 def test_suspicious_tokens_by_hand() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ....ir.plan import DecodePlan, DraftRecord, policy
+from ....ir.plan import DecodePlan, DraftRecord, record
 from ....ir.plan.bounds import Levels
 from ....runtime.feeding.feed import StepFeed
 from ....runtime.speculate.level import Ids, Level
@@ -21,7 +21,7 @@ from ....runtime.speculate.proposers.hidden import best_of
 FETCH = ("logits",)
 
 
-@policy
+@record
 @dataclass(frozen=True)
 class OwnDraft(DraftRecord):
     """The target writes, and another model then reads so many tokens at once (`Accompanied`).
@@ -32,6 +32,7 @@ class OwnDraft(DraftRecord):
 
     levels: Levels = 3
     kind: ClassVar[str] = "own"
+    requires: ClassVar[frozenset[str]] = frozenset({"cached"})
     grows: ClassVar[bool] = True
     narrow: ClassVar[bool] = True
     always: ClassVar[bool] = True
