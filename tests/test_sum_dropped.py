@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
 from evidence import evidence_for
+from handmade import Shape, cached_llama
 from hypothesis import given
 from hypothesis import strategies as st
 from selection import on_backends
@@ -50,8 +52,8 @@ def prompt(length: int, seed: int) -> list[int]:
     return torch.randint(1, 12, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def remembering(program: Program, method: str = "window") -> Program:
-    evict = EvictCache(method=method, budget=BUDGET, block=BLOCK, sinks=SINKS)
+def remembering(program: Program, method: str = "window", budget: int = BUDGET) -> Program:
+    evict = EvictCache(method=method, budget=budget, block=BLOCK, sinks=SINKS)
     dropping = evict.run(program).program
     return SUM.apply(dropping, evidence_for(dropping)).program
 
@@ -96,30 +98,47 @@ def test_sums_are_those_of_loops(seed, past):
     assert not out[1].any() and bool((weight[1] == float("-inf")).all())
 
 
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
-def test_the_state_holds_what_was_dropped_of_each_text(backend: str) -> None:
-    """Of one layer, whose keys and values depend on their own token alone; twice, so that a text
-    begins where another one was."""
-    program = remembering(one_layer())
+@lru_cache
+def windowed() -> Program:
+    """A layer that looks back over a window, and one that sees all."""
+    shape = Shape(layers=2, context=192, window=21, whole=(1,))
+    return with_plan(cached_llama(shape), draft=NoDraft())
+
+
+@pytest.mark.parametrize(
+    ("plain", "layer", "budget", "backend"),
+    [
+        *((one_layer, "kv.0", BUDGET, backend) for backend in ("eager", "onnxruntime")),
+        (windowed, "kv.1", 2 * BUDGET, "eager"),
+        pytest.param(windowed, "kv.1", 2 * BUDGET, "onnxruntime", marks=pytest.mark.long),
+    ],
+)
+def test_the_state_holds_what_was_dropped_of_each_text(
+    plain: Callable[[], Program], layer: str, budget: int, backend: str
+) -> None:
+    """Of a layer behind nothing that loses rows, so that its keys and values are the plain
+    program's; twice, so that a text begins where another one was."""
+    program = remembering(plain(), budget=budget)
+    assert [name for name in program.states if name.endswith("dropped")] == [f"{layer}.dropped"]
     fast = compile(program, Target(backend, threads=1))
-    weights = {n: w.load() for n, w in program.weights.items() if n.startswith("kv.0.key_")}
-    layers = [weights[f"kv.0.key_{n}"] for n in ("inner", "outer", "last")]
+    weights = {n: w.load() for n, w in program.weights.items() if n.startswith(f"{layer}.key_")}
+    layers = [weights[f"{layer}.key_{n}"] for n in ("inner", "outer", "last")]
     for seed in (1, 2):
         prompts = [prompt(50, seed), prompt(37, seed + 5), prompt(9, seed + 9)]
         ids, mask = padded(prompts)
         generated = generate(fast, ids, attention_mask=mask, **GREEDY).sequences
         for b, (row, asked) in enumerate(zip(generated.tolist(), prompts, strict=True)):
             text = torch.tensor([row[len(row) - len(asked) - 24 : -1]])
-            caches = run(one_layer(), "step", empty_inputs(one_layer(), "step", text))
-            keys, values = caches["kv.0.key"], caches["kv.0.value"]
+            caches = run(plain(), "step", empty_inputs(plain(), "step", text))
+            keys, values = caches[f"{layer}.key"], caches[f"{layer}.value"]
             features, want = positive_features(keys, *layers)[0], 0.0
             last = (text.shape[1] - 1) // BLOCK * BLOCK  # rows go before the next token comes
-            gone = range(SINKS, last - BUDGET + SINKS) if last >= BUDGET + BLOCK else range(0)
+            gone = range(SINKS, last - budget + SINKS) if last >= budget + BLOCK else range(0)
             for place in gone:
                 one = torch.cat([values[0, :, place], torch.ones(len(features), 1)], -1)
                 want = want + features[:, place, :, None] * one[:, None]
             if gone:
-                held = fast.read_rows(["kv.0.dropped"], b, 0, 4)["kv.0.dropped"]
+                held = fast.read_rows([f"{layer}.dropped"], b, 0, 4)[f"{layer}.dropped"]
                 torch.testing.assert_close(held, want, rtol=1e-4, atol=1e-5)
 
 
