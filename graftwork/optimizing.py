@@ -23,7 +23,7 @@ from .data.calibration import (
     evidence_of,
 )
 from .data.corpus import read_corpus
-from .data.cost import cost_of, why_not
+from .data.cost import cost_of, tokens_of, why_not
 from .data.draft_cost import draft_cost, why_not_timed
 from .data.knob import TOLERANCE, NoValueServes, check_pace, check_tolerance, turned
 from .data.prompts import Prompts, check_seed, sample_prompts, validation_batch
@@ -194,11 +194,14 @@ def optimize(
         key = None if text is not None else measured_key(model, chosen, where)
         made = _weighed(made, key, progress)
     measured = cost is not False and changes(chosen.contract)
+    weighed = None if isinstance(cost, bool) else cost
+    if measured:
+        tokens_of(weighed, made)  # before what takes time
     if measured or strict:
         plain = optimize(model, target=where, progress=progress)
         speed = check_pace(made, plain, strict=strict)
         if measured:
-            found = cost_of(made, plain, None if isinstance(cost, bool) else cost, progress)
+            found = cost_of(made, plain, weighed, progress)
             made.tell(found.model_copy(update={"speed": speed}))
     return made
 

@@ -87,6 +87,17 @@ def why_not(made: Predicting) -> str:
     return ""
 
 
+def tokens_of(text: Prompts | None, made: Predicting) -> torch.Tensor:
+    """The tokens i64[N] of a text; None: `SAMPLE`. Errors: `InputError` for fewer than are read
+    before the first that is predicted."""
+    documents = read_corpus(SAMPLE if text is None else text, made.program)
+    tokens = torch.tensor([token for document in documents for token in document])
+    least = 4 if made.program.plan.step.ahead else 2
+    if min(len(tokens), made.program.info.context) < least:
+        raise InputError(f"cost: a text of {len(tokens)} tokens has nothing to predict")
+    return tokens
+
+
 def _width(made: Predicting) -> int:
     """Tokens of a window."""
     passes = () if made.report is None else made.report.passes
@@ -115,13 +126,10 @@ def cost_of(
     """What `made` costs on a text; None: `SAMPLE`. plain: the model that it was made from, on the
     same target. sample: windows that are read; None: all. Errors: `InputError` for texts that do
     not make a window of two tokens."""
-    documents = read_corpus(SAMPLE if text is None else text, made.program)
-    tokens = torch.tensor([token for document in documents for token in document])
+    tokens = tokens_of(text, made)
     most, wanted = (MOST, _width(made)) if sample is None else (sample.windows, sample.length)
     width = min(wanted, made.program.info.context, len(tokens))
     half = bool(made.program.plan.step.ahead)
-    if width < 2 + 2 * half:
-        raise InputError(f"cost: a text of {len(tokens)} tokens has nothing to predict")
     count = min(most, len(tokens) // width)
     windows = sampled(tokens, TextSample(count, width), made.program)
     # Where prompts run otherwise than what follows them, so does the first half of each window.
