@@ -2,8 +2,8 @@
 
 Source: Liu et al., "Online Speculative Decoding" (2023). What the target corrected while it
 verified drafts goes to a buffer; once enough texts are there, the drafter is distilled on these
-places alone, the buffer is emptied, and later texts are drafted with the new weights. As drafts
-never decide on a text, nothing but its speed depends on when that was.
+places alone, the buffer is emptied, and later texts are drafted with the new weights. As drafts of
+lossless recipes never decide on a text, nothing but its speed depends on when that was.
 
 What differs: any drafter with trained weights learns, by its own objective, and not draft models
 alone. Tokens that were not drafted count as corrected. The buffer holds texts, and the target's
