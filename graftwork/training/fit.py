@@ -33,7 +33,7 @@ from ..passes.drafting.trained import trained_on
 from . import checkpoint
 from .budget import Budget, check_loss, rate_factor
 from .losses import total_loss
-from .net import Net, check_chains, chosen, refuse_tuning, trainable, trained_parts
+from .net import Net, check_students, chosen, refuse_tuning, trainable, trained_parts
 from .objectives.base import Loss, objective_of
 from .processes import Processes
 from .teacher_cache import FOLDER, CachedWindows, Kept, Teacher, TeacherCache
@@ -185,10 +185,7 @@ class Fit:
         self.writer, self.reader, self.lessons = writer or model, reader, lessons
         refuse_sources(model.program)
         self.drafts = self._learning(trained_parts(model.program.plan))
-        if not self.drafts:
-            objective_of(model.program.plan.draft)  # its error lists what can be trained
-            raise InputError(f"{model.program.name} has no inserted weights to train")
-        check_chains(model.program)
+        check_students(model.program, self.drafts)
         if reader is not None and reader.program.info != model.program.info:
             raise InputError(
                 f"reader: expected {model.program.name} in another form, got another model, "

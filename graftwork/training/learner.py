@@ -31,8 +31,7 @@ from ..runtime.asking.request import read_request
 from ..runtime.speculate.lengths.noted import foreseen_by
 from . import checkpoint
 from .losses import total_loss
-from .net import Net, check_chains, chosen, refuse_tuning, trainable, trained_parts
-from .objectives.base import objective_of
+from .net import Net, check_students, chosen, refuse_tuning, trainable, trained_parts
 from .teacher_cache import CachedWindows, Teacher
 
 if TYPE_CHECKING:
@@ -314,13 +313,10 @@ def _students(program: Program) -> list[Record]:
     refuse_tuning(program)
     refuse_sources(program)
     drafts = [part for part in trained_parts(program.plan) if trainable(program, part)]
-    if not drafts:
-        objective_of(program.plan.draft)  # its error lists what can be trained
-        raise InputError(f"{program.name} has no inserted weights to train")
+    check_students(program, drafts)
     if untrained(drafts):
         raise InputError(
             f"draft={program.plan.draft.brief} is untrained, and texts of others are a slow way to "
             f"begin: train it first (graftwork train, or graftwork.fit)"
         )
-    check_chains(program)
     return drafts

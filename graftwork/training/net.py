@@ -21,7 +21,7 @@ from ..passes.drafting.grafts import FROZEN
 from ..passes.drafting.tune_target import TuneTarget, tuning_of
 from ..passes.stepping.accept_trees import branched
 from ..recipe import Recipe
-from .objectives.base import Functions, Run
+from .objectives.base import Functions, Run, objective_of
 
 _add_rms_norm = all_ops()["add_rms_norm"].meaning
 
@@ -92,6 +92,16 @@ def check_chains(program: Program) -> None:
                     f"from the weights that are trained; train the recipe on the model it was made "
                     f"from"
                 )
+
+
+def check_students(program: Program, drafts: Sequence[Record]) -> None:
+    """Check what learns of a program. Errors: `UnsupportedError` for a drafter of a kind that does
+    not, which lists those that do; `InputError` without weights of its own, or for an unrolled
+    chain of a saved program."""
+    if not drafts:
+        objective_of(program.plan.draft)
+        raise InputError(f"{program.name} has no inserted weights to train")
+    check_chains(program)
 
 
 def refuse_tuning(program: Program) -> None:

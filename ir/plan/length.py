@@ -153,8 +153,32 @@ class ThompsonLength(LengthRecord):
     kind: ClassVar[str] = "thompson"
 
 
+@dataclass(frozen=True)
+class LengthOfAnother(LengthRecord):
+    """Base of records that hold another policy, `of`, which ends drafts as it would alone."""
+
+    if TYPE_CHECKING:  # a field of the classes, in the place that they give it
+        of: Filled[LengthRecord]
+
+    @property
+    def by_level(self) -> bool:  # type: ignore[override]
+        return self.of.by_level
+
+    @property
+    def judges(self) -> bool:  # type: ignore[override]
+        return self.of.judges
+
+    @property
+    def trains(self) -> tuple[Record, ...]:
+        return self.of.trains
+
+    def misfits(self, plan: DecodePlan) -> Iterator[str]:
+        """See `Record.misfits`: those of the other policy."""
+        yield from self.of.misfits(plan)
+
+
 @policy
-class GoodputLength(LengthRecord):
+class GoodputLength(LengthOfAnother):
     """The size that yields the most tokens a second, or no draft, as measured while decoding.
 
     Step times by width and acceptance by place in the draft are learned step by step, so drafts
@@ -176,18 +200,6 @@ class GoodputLength(LengthRecord):
         if self.of.gives_up:
             raise InputError(f"length=goodput of {self.of.brief}: that gives up drafts itself")
 
-    @property
-    def by_level(self) -> bool:  # type: ignore[override]
-        return self.of.by_level
-
-    @property
-    def judges(self) -> bool:  # type: ignore[override]
-        return self.of.judges
-
-    @property
-    def trains(self) -> tuple[Record, ...]:
-        return self.of.trains
-
     def into(self, plan: DecodePlan) -> DecodePlan:
         """See `Record.into`: a length that is there ends drafts within the size."""
         if plan.length.gives_up:
@@ -203,11 +215,11 @@ class GoodputLength(LengthRecord):
                 f"Take length_earned, which counts tokens; optimize(strict=True) refuses what is "
                 f"slower than the model"
             )
-        yield from self.of.misfits(plan)
+        yield from super().misfits(plan)
 
 
 @record
-class NotedLength(LengthRecord):
+class NotedLength(LengthOfAnother):
     """What another policy says, while notes are taken of the tokens that drafts brought: those that
     nobody foresaw are what a drafter has to learn (see `Learner`). of: that policy."""
 
@@ -223,24 +235,8 @@ class NotedLength(LengthRecord):
         return self.of.shortens
 
     @property
-    def by_level(self) -> bool:  # type: ignore[override]
-        return self.of.by_level
-
-    @property
     def gives_up(self) -> bool:  # type: ignore[override]
         return self.of.gives_up
-
-    @property
-    def judges(self) -> bool:  # type: ignore[override]
-        return self.of.judges
-
-    @property
-    def trains(self) -> tuple[Record, ...]:
-        return self.of.trains
-
-    def misfits(self, plan: DecodePlan) -> Iterator[str]:
-        """See `Record.misfits`: those of the other policy."""
-        yield from self.of.misfits(plan)
 
 
 @policy
