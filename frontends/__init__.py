@@ -16,7 +16,7 @@ from .generation import Known, nobody
 
 # Late imports: a source loads the packages of its own format alone.
 
-__all__ = ["import_masked", "import_model", "import_part", "kept_assets"]
+__all__ = ["import_masked", "import_model", "import_part", "import_scoring", "kept_assets"]
 
 
 @traces
@@ -121,15 +121,33 @@ def import_masked(source: str | Path, dtype: torch.dtype | None = None) -> Progr
     None keeps the source's. Errors: `InputError` for files that are missing or wrong,
     `UnsupportedError` for what cannot be imported.
     """
-    path = plain_path("model", source)
-    if not path.is_dir():
-        raise InputError(
-            f"{path}: expected the folder of a masked language model (config.json, safetensors)"
-        )
-    _require_transformers()
+    folder = _folder_of(source, "masked language model")
     from .huggingface.masked import import_masked_folder
 
-    return import_masked_folder(path, dtype)
+    return import_masked_folder(folder, dtype)
+
+
+@traces
+def import_scoring(source: str | Path, dtype: torch.dtype | None = None) -> Program:
+    """A model that scores texts as a program at stage "traced", whose ``logits`` [B,T,labels] are
+    scores.
+
+    source: the folder of a checkpoint (see `huggingface.scoring`). dtype and errors: as of
+    `import_masked`.
+    """
+    folder = _folder_of(source, "model that scores texts")
+    from .huggingface.scoring import import_scoring_folder
+
+    return import_scoring_folder(folder, dtype)
+
+
+def _folder_of(source: str | Path, what: str) -> Path:
+    """A checkpoint folder. Errors: `InputError`, saying `what` model was expected."""
+    path = plain_path("model", source)
+    if not path.is_dir():
+        raise InputError(f"{path}: expected the folder of a {what} (config.json, safetensors)")
+    _require_transformers()
+    return path
 
 
 def _require_transformers() -> None:

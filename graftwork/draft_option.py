@@ -28,7 +28,8 @@ LEVELS = 4
 def with_draft(recipe: Recipe, model: str | Path) -> Recipe:
     """A recipe with the smaller model that it takes, a folder or a .gguf file, or first:N.
 
-    What needs a model, a drafter or a weaker one that logits are contrasted with, gets it; a recipe
+    What needs a model that writes, a drafter or a weaker one that logits are contrasted with, gets
+    it; a recipe
     without a drafter gets `draft_model`, as often as it pays. Errors: `InputError` for a recipe
     that has its model already, or drafts otherwise.
     """
@@ -41,7 +42,7 @@ def with_draft(recipe: Recipe, model: str | Path) -> Recipe:
                 f"give a recipe without a drafter"
             )
         return replace(recipe, passes=(*recipe.passes, *_first_layers(int(first[1]))))
-    takes = [each.name for each in passes if "" in each.models]
+    takes = [e.name for e in passes if "" in e.models and e.models_are != "scoring"]
     if not takes:
         if drafter is not None:
             raise InputError(

@@ -27,8 +27,8 @@ RECURRENT = ("quamba2",)
 WINDOWED = ("hold_windows",)
 """Recipes for models with sliding windows: `test_windows` has those."""
 
-TRANSLATED = ("token_intersection", "universal_assisted")
-"""Recipes for models with tokenizers: `test_other_vocabulary` has those."""
+TRANSLATED = ("token_intersection", "universal_assisted", "reward_guided")
+"""Recipes for models with tokenizers: `test_other_vocabulary` and `test_rewarded` have those."""
 
 OTHERS = (*QUANTIZED, *SPREAD, *RECURRENT, *WINDOWED, *TRANSLATED)
 NAMES = [recipe.name for recipe in recipes() if recipe.name not in OTHERS]

@@ -16,7 +16,8 @@ from source_models import CONFIGS, made, shrunk
 
 import graftwork as gw
 from graftwork.frontends.huggingface.checkpoint import Checkpoint
-from graftwork.frontends.huggingface.model import contents, instantiate, read_config
+from graftwork.frontends.huggingface.families import instantiate
+from graftwork.frontends.huggingface.model import contents, read_config
 from graftwork.frontends.trace import fake_mode, first_names
 from graftwork.ir import GraftworkWarning, InputError
 

@@ -23,6 +23,7 @@ from ...ir import InputError, Program, UnsupportedError, arguments, site_of
 from ...ir.plan.inputs import INPUTS
 from ...ir.support.tokenizer import refusing
 from ..generation import ASSETS, read_object
+from .families import LANGUAGE, MASKED
 from .model import check_files, check_settings, contents, import_tensors, read_config
 
 G = torch.ops.graftwork
@@ -61,7 +62,7 @@ def import_masked_folder(folder: Path, dtype: torch.dtype | None = None) -> Prog
         *(folder, config, lambda twin: found, dtype),
         generation=None,
         assets=assets,
-        masked=made_from is None,
+        family=MASKED if made_from is None else LANGUAGE,
     )
     if made_from is not None:
         program = replace(program, name=kind, info=replace(program.info, model_type=kind))

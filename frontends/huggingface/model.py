@@ -24,12 +24,12 @@ from ..trace import (
     fake_mode,
     fake_parameter,
     first_names,
-    parameters_without_data,
     twin_of,
     weights_of,
 )
 from .checkpoint import Checkpoint, Tensors, opened, tensors_of
 from .experts import prepare_experts
+from .families import LANGUAGE, TEXT_SCORES, TOKEN_SCORES, Family, instantiate
 from .formats import format_of
 from .formats import read as read_quantized
 from .image_tokens import pictures_of
@@ -78,22 +78,22 @@ def import_tensors(
     generation: Any,
     assets: dict[str, Path],
     prepare: Callable[[Any], None] = lambda twin: None,
-    masked: bool = False,
+    family: Family = LANGUAGE,
 ) -> Program:
     """A configuration of transformers and the tensors for it, as a program.
 
     read: finds the tensors for a model of that configuration, and those of them that the source
-    holds in few bits. prepare: changes the model that is traced. masked: whether it is a masked
-    language model. dtype and errors: as `import_folder`.
+    holds in few bits. prepare: changes the model that is traced. family: what makes it. dtype and
+    errors: as `import_folder`.
     """
     mode = fake_mode()
     wanted = dtype or getattr(config, "dtype", None) or torch.float32
-    twin = instantiate(config, wanted, mode, masked=masked)
+    twin = instantiate(config, wanted, mode, family)
     tensors, kept = read(twin)
     checkpoint = Checkpoint(source, twin, tensors, kept)
     if dtype is None and getattr(config, "dtype", None) is None:
         wanted = next(checkpoint.dtypes(), torch.float32)
-        twin = instantiate(config, wanted, mode, masked=masked)
+        twin = instantiate(config, wanted, mode, family)
         checkpoint = Checkpoint(source, twin, tensors, kept)
     _keep_float32(twin, mode, wanted)
     prepare(twin)
@@ -105,7 +105,8 @@ def import_tensors(
             return checkpoint.weight(name)
         return Weight.of(name, buffers[name].clone())
 
-    program = traced(twin, mode, weight_of, generation, assets, masked=masked)
+    wrap = Scored if family in (TEXT_SCORES, TOKEN_SCORES) else Traced
+    program = traced(twin, mode, weight_of, generation, assets, wrap, both_ways=family.both_ways)
     return keep_stored(program, checkpoint.stored())
 
 
@@ -216,41 +217,6 @@ def without_data(folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-def instantiate(
-    config: Any, dtype: torch.dtype, mode: FakeTensorMode, *, masked: bool = False
-) -> Any:
-    """The model of a configuration, its parameters without data and not tied yet. masked: a masked
-    language model.
-
-    Errors: `UnsupportedError`.
-    """
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        AutoModelForMaskedLM,
-        AutoModelForSeq2SeqLM,
-        AutoModelForSpeechSeq2Seq,
-    )
-    from transformers.initialization import no_init_weights
-
-    made: Any = AutoModelForCausalLM
-    if getattr(config, "is_encoder_decoder", False):
-        texts = _is_in(AutoModelForSeq2SeqLM, config)
-        made = AutoModelForSeq2SeqLM if texts else AutoModelForSpeechSeq2Seq
-    elif _is_in(AutoModelForImageTextToText, config) and not _is_in(made, config):
-        made = AutoModelForImageTextToText  # its text path is what is traced
-    made = AutoModelForMaskedLM if masked else made
-    what = "masked language model" if masked else "language model"
-    said = f"transformers makes no {what} of this configuration of {config.model_type}"
-    unable = refusing(said, kind=UnsupportedError)
-    with unable, parameters_without_data(mode), no_init_weights():
-        return made.from_config(config, dtype=dtype, trust_remote_code=False).eval()
-
-
-def _is_in(family: Any, config: Any) -> bool:
-    return type(config) in family._model_mapping
-
-
 def _keep_float32(twin: Any, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
     """Parameters that a model keeps in float32 whatever its dtype, as transformers loads them."""
     names = set(getattr(twin, "_keep_in_fp32_modules_strict", None) or ())
@@ -301,10 +267,22 @@ class Traced(nn.Module):
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> Any:
         """Logits."""
+        return self.out_of(self.model, tokens, positions).logits
+
+    def out_of(self, model: Any, tokens: torch.Tensor, positions: torch.Tensor) -> Any:
+        """What the model, or a part of it, returns."""
         numbered = positions + self.reserved if self.reserved else positions
         extra = {"position_ids": numbered} if self.takes_positions else {}
-        out = self.model(input_ids=tokens, use_cache=False, return_dict=True, **extra)
-        return out.logits
+        return model(input_ids=tokens, use_cache=False, return_dict=True, **extra)
+
+
+class Scored(Traced):
+    """What is traced of a model that scores texts: its scores [B,T,labels] behind every token."""
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> Any:
+        """Scores, under the name of logits."""
+        hidden = self.out_of(self.model.base_model, tokens, positions).last_hidden_state
+        return self.model.score(hidden)
 
 
 def traced(
@@ -315,10 +293,10 @@ def traced(
     assets: dict[str, Path],
     wrap: Callable[[Any], Traced] = Traced,
     *,
-    masked: bool = False,
+    both_ways: bool = False,
 ) -> Program:
     """The program of a model without data. weight_of: see `import_traced`. wrap: what of the model
-    is traced. masked: whether its tokens may see later ones. Errors: `UnsupportedError` for what
+    is traced. both_ways: whether its tokens may see later ones. Errors: `UnsupportedError` for what
     cannot be."""
     config = twin.config
     check(twin, config.model_type)
@@ -343,7 +321,7 @@ def traced(
     wrapper = wrap(twin)
     info = replace(info, context=info.context - wrapper.reserved)
     imported = import_traced(
-        wrapper, mode, info.context, settled, outputs=wrapper.outputs, reads_source=masked
+        wrapper, mode, info.context, settled, outputs=wrapper.outputs, reads_source=both_ways
     )
     program = build_program(config.model_type, imported, info, assets)
     return program.replace(plan=replace(program.plan, source=pictures_of(config, program.info)))

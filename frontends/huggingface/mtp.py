@@ -30,7 +30,8 @@ from ..importer import INPUTS
 from ..stored_weights import StoredWeight, keep_stored
 from ..trace import fake_mode, first_names, twin_of
 from .checkpoint import Checkpoint, Tensors
-from .model import Traced, contents, instantiate, read_config, traced
+from .families import instantiate
+from .model import Traced, contents, read_config, traced
 
 _OUTSIDE = re.compile(r"^(?:(?:model|language_model|backbone)\.)+(?!$)")
 _PLACES = (

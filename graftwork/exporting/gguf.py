@@ -23,8 +23,8 @@ from ..frontends.gguf.reader import GgufFile
 from ..frontends.gguf.tokens import tokenizer_entries
 from ..frontends.gguf.writing import check_said, entries_of, row_of
 from ..frontends.huggingface import without_data
+from ..frontends.huggingface.families import instantiate
 from ..frontends.huggingface.lengths import frozen_ropes
-from ..frontends.huggingface.model import instantiate
 from ..frontends.trace import fake_mode
 from ..ir import GraftworkWarning, InputError, Program, UnsupportedError, type_of
 from ..ir.plan.contract import Contract

@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 
-from ..frontends import import_masked, import_model, import_part
+from ..frontends import import_masked, import_model, import_part, import_scoring
 from ..ir import InputError, Program
 from ..passes.engine.manager import arrange, facts_of, run_passes
 from ..recipe import Recipe
+
+IMPORTERS = {"language": import_model, "masked": import_masked, "scoring": import_scoring}
+"""Of other models, see `Pass.models_are`."""
 
 
 def check_paths(recipe: Recipe) -> None:
@@ -45,11 +48,11 @@ def with_draft_models(
     that importers omit. Errors: `InputError`, `UnsupportedError` if tracing fails."""
     paths = dict.fromkeys(path for step in recipe.steps for path in step.pass_.models)
     recipes = {p: name for step in recipe.steps for p, name in step.pass_.model_recipes.items()}
-    masked = {path for step in recipe.steps if step.pass_.masked for path in step.pass_.models}
+    importer = {p: step.pass_.models_are for step in recipe.steps for p in step.pass_.models}
     guests = {}
     for path in paths:
         progress(f"trace {path}")
-        guest = (import_masked if path in masked else import_model)(path, dtype=dtype)
+        guest = IMPORTERS[importer[path]](path, dtype=dtype)
         guests[path] = _canonical(guest)
         if path in recipes:
             guests[path] = _drafting(guests[path], guest, recipes[path])

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ..support.errors import InputError
 from .base import Record, Returned, policy, record
-from .bounds import MOST_NODES, Factor, Filled, Inside, Levels, Part, Seed, Share
+from .bounds import MOST_NODES, Factor, Filled, Following, Inside, Levels, Part, Seed, Share
 from .contract import Contract
 from .draft import CachedDraft
 
@@ -266,6 +266,19 @@ class EarnedLength(LengthRecord):
     def least(self) -> float:
         """Tokens that a step with a draft is to yield in the mean."""
         return self.ASSUMED if self.worth is None else self.worth
+
+
+@record
+class StretchLength(LengthRecord):
+    """Drafts that are stretches of text, up to a token of `ends` or `most` tokens.
+
+    Where a text keeps nothing of one, the target writes alone up to the next end. For verifiers
+    that judge drafts as a whole, such as `Rewarded`.
+    """
+
+    most: Levels = 128
+    ends: Filled[Following] = ()
+    kind: ClassVar[str] = "stretch"
 
 
 @policy

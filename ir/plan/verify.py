@@ -196,6 +196,35 @@ class Judge(VerifyRecord):
 
 
 @record
+class Rewarded(VerifyRecord):
+    """Keep a draft whole if a reward model finds the text good with it, else none of it
+    (reward-guided speculative decoding).
+
+    It is good enough from a reward of `threshold` on, whoever else would have written it. guest:
+    the function of the reward model, which reads along (`Accompanied`) and returns rewards [B,T] in
+    0..1 of the text up to each token. For drafts that end where a thought does, see
+    `StretchLength`. Source: Liao et al., "Reward-Guided Speculative Decoding for Efficient LLM
+    Reasoning" (2025).
+    """
+
+    threshold: Share = 0.7
+    guest: Filled[str] = "reward"
+    kind: ClassVar[str] = "rewarded"
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        yield _along(self, plan, self.guest), {self.guest: ("", "")}
+
+    def misfits(self, plan: DecodePlan) -> Iterator[str]:
+        """See `Record.misfits`: drafts that are several texts."""
+        if plan.tree.branches:
+            yield (
+                f"verify={self.brief} judges one draft as a whole, and tree={plan.tree.brief} "
+                f"makes several: take tree_chain"
+            )
+
+
+@record
 class Suspicion(VerifyRecord):
     """Replace tokens that the target finds far likelier than a reference model does (CleanGen).
 
@@ -214,6 +243,11 @@ class Suspicion(VerifyRecord):
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        if self.guest not in plan.step.along:
-            raise InputError(f"{self.brief}: {self.guest} does not read along: {plan.step.brief}")
-        yield self.guest, {self.guest: ("", "", "V")}
+        yield _along(self, plan, self.guest), {self.guest: ("", "", "V")}
+
+
+def _along(record: VerifyRecord, plan: DecodePlan, guest: str) -> str:
+    """A function that reads along. Errors: `InputError` for one that does not."""
+    if guest not in plan.step.along:
+        raise InputError(f"{record.brief}: {guest} does not read along: {plan.step.brief}")
+    return guest

@@ -34,7 +34,7 @@ and more steps than levels.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -77,8 +77,8 @@ class DraftDiffusionModel(RecordPass):
         return (self.model,)
 
     @property
-    def masked(self) -> bool:
-        return True
+    def models_are(self) -> Literal["masked"]:
+        return "masked"
 
     def run(self, program: Program) -> Outcome:
         beside = program.guests.get(self.model)

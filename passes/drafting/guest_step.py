@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from ...ir import Function, PassError, Program, Role, type_of
-from ...ir.plan import Whole
+from ...ir.plan import Accompanied, NoSource, Whole
 from ...ir.plan.translated import TOKENIZER
 from ...ir.support.tokenizer import read_tokenizer
+from ..engine.plan_edits import with_plan
 from .decoder_layer import free_layer
 from .guest_source import check_source, renumber_sources, with_encoder_of
 
@@ -25,23 +26,47 @@ def guest_of(program: Program, model: str, owner: str, name: str) -> Program:
     program's.
     """
     guest = any_guest_of(program, model, owner, name)
-    if why := other_tokens(program, guest):
-        raise PassError(
-            f"{owner}: {why}; its tokens must be the target's; choose a model of the same family"
-        )
+    check_tokens(program, guest, owner)
     return of_vocabulary(guest, program.info.vocab_size)
 
 
 def guest_beside(program: Program, model: str, owner: str, name: str) -> Program:
     """`guest_of`, for a model that runs with every step. Errors: as of that, and `PassError` for a
     step that is more than one function."""
+    check_whole(program, owner)
+    return guest_of(program, model, owner, name)
+
+
+def accompanied(
+    program: Program, guest: Program, model: str, owner: str, said: Function
+) -> tuple[Program, tuple[str, ...]]:
+    """The program whose steps a model accompanies, and remarks. said: its function, under the name
+    that it has there. Errors: `PassError` naming `owner` for models that read anything but texts,
+    and for a step that is more than one function."""
+    check_whole(program, owner)
+    if {program.plan.source, guest.plan.source} != {NoSource()}:
+        raise PassError(
+            f"{owner}: {program.name} and {guest.name}: expected models that read texts alone, got "
+            f"one that reads a source or pictures"
+        )
+    speaking = guest.with_function(Function(guest.step.name, said.graph))
+    both = with_step_of(program, speaking, model, said.name, Role.TARGET)
+    short = min(program.info.context, guest.info.context)
+    remarks = tokenizer_remarks(program, guest)
+    if short < program.info.context:
+        remarks += (f"texts end at {short:,} tokens, where the positions of {guest.name} do",)
+    both = with_plan(both, step=Accompanied(program.plan.step.plain, said.name))
+    return both.replace(info=replace(program.info, context=short)), remarks
+
+
+def check_whole(program: Program, owner: str) -> None:
+    """Errors: `PassError` naming `owner` for a step that is more than one function."""
     step = program.plan.step
     if step != Whole(step.plain):
         raise PassError(
             f"{owner}: expected a step that is one function, got step={step.brief}: leave out what "
             f"cuts it, such as cut_depth"
         )
-    return guest_of(program, model, owner, name)
 
 
 def any_guest_of(program: Program, model: str, owner: str, name: str) -> Program:
@@ -61,6 +86,14 @@ def any_guest_of(program: Program, model: str, owner: str, name: str) -> Program
         raise PassError(f"{owner}: expected {guest.name} at the stage canonical, got {guest.stage}")
     check_source(program, guest, owner)
     return guest
+
+
+def check_tokens(program: Program, guest: Program, owner: str) -> None:
+    """Errors: `PassError` naming `owner` for a model whose tokens are others than the program's."""
+    if why := other_tokens(program, guest):
+        raise PassError(
+            f"{owner}: {why}; its tokens must be the target's; choose a model of the same family"
+        )
 
 
 def other_tokens(program: Program, guest: Program) -> str:
@@ -85,12 +118,8 @@ def of_vocabulary(guest: Program, size: int) -> Program:
     known = guest.info.vocab_size
     if known == size:
         return guest
-    fn = guest.step.copy()
-    tokens, logits = fn.input("tokens"), fn.outputs["logits"]
-    if size > known:
-        with fn.graph.inserting_before(next(iter(fn.calls()))):
-            read = fn.call(A.clamp.default, tokens, 0, known - 1)
-        tokens.replace_all_uses_with(read, lambda user: user is not read)
+    fn = reading(guest, known, size)
+    logits = fn.outputs["logits"]
     with fn.graph.inserting_before(fn.output_node):
         if size > known:
             least = torch.finfo(type_of(logits).dtype).min
@@ -99,6 +128,17 @@ def of_vocabulary(guest: Program, size: int) -> Program:
             logits = fn.call(A.slice.Tensor, logits, -1, 0, size)
     fn.set_outputs({**fn.outputs, "logits": logits})
     return guest.with_function(fn).replace(info=replace(guest.info, vocab_size=size))
+
+
+def reading(guest: Program, known: int, size: int) -> Function:
+    """A copy of the guest's step that reads `size` tokens, of which it knows some."""
+    fn = guest.step.copy()
+    if size > known:
+        tokens = fn.input("tokens")
+        with fn.graph.inserting_before(next(iter(fn.calls()))):
+            read = fn.call(A.clamp.default, tokens, 0, known - 1)
+        tokens.replace_all_uses_with(read, lambda user: user is not read)
+    return fn
 
 
 def with_step_of(program: Program, guest: Program, model: str, name: str, role: Role) -> Program:

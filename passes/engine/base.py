@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -123,9 +123,10 @@ class Pass(BaseModel):
         return ()
 
     @property
-    def masked(self) -> bool:
-        """Whether `models` are masked language models (see `frontends.import_masked`)."""
-        return False
+    def models_are(self) -> Literal["language", "masked", "scoring"]:
+        """What `models` are: language models, masked ones (see `frontends.import_masked`), or
+        models that score texts (see `frontends.import_scoring`)."""
+        return "language"
 
     @property
     def files(self) -> tuple[str, ...]:

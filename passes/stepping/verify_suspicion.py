@@ -29,16 +29,15 @@ more than one function.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
 
-from ...ir import PassError, Program, Role
-from ...ir.plan import Accompanied, NoSource, Suspicion
-from ..drafting.guest_step import guest_beside, tokenizer_remarks, with_step_of
+from ...ir import Function, PassError, Program
+from ...ir.plan import Suspicion
+from ..drafting.guest_step import accompanied, guest_of
 from ..engine.base import Effect, Outcome
-from ..engine.plan_edits import with_plan, with_record
+from ..engine.plan_edits import with_record
 from ..policies import RecordPass, builds
 
 G = torch.ops.graftwork
@@ -62,25 +61,13 @@ class VerifySuspicion(RecordPass):
         return (self.model,)
 
     def run(self, program: Program) -> Outcome:
-        guest = guest_beside(program, self.model, self.name, NAME)
-        if {program.plan.source, guest.plan.source} != {NoSource()}:
-            raise PassError(
-                f"{self.name}: {program.name} and {guest.name}: expected models that read texts "
-                f"alone, got one that reads a source or pictures"
-            )
+        guest = guest_of(program, self.model, self.name, NAME)
         if any(guest.step.calls(op) for op in RECURRENT):
             raise PassError(
                 f"{self.name}: {guest.name} has recurrences, which cannot go back to where a token "
                 f"was replaced: choose a reference without"
             )
-        both = with_step_of(program, guest, self.model, NAME, Role.TARGET)
-        fn = both.functions[NAME].copy()
-        fn.set_outputs({NAME: fn.outputs["logits"]})
-        both = both.with_function(fn)
-        short = min(program.info.context, guest.info.context)
-        remarks = tokenizer_remarks(program, guest)
-        if short < program.info.context:
-            remarks += (f"texts end at {short:,} tokens, where the reference's positions do",)
-        both = with_plan(both, step=Accompanied(program.plan.step.plain, NAME))
-        both = both.replace(info=replace(program.info, context=short))
+        said = Function(NAME, guest.step.copy().graph)
+        said.set_outputs({NAME: said.outputs["logits"]})
+        both, remarks = accompanied(program, guest, self.model, self.name, said)
         return Outcome(with_record(both, self.name, self.made(guest=NAME)), 1, remarks=remarks)

@@ -12,7 +12,7 @@ from ....ir.execution.executable import Executable
 from ....ir.plan import FixedLength
 from ...feeding.draft import VerifiedStep
 from ...registry import Registry
-from ..level import Level
+from ..level import Ids, Level
 from ..ready_chains import ReadyChains
 
 Flags: TypeAlias = npt.NDArray[np.bool_]
@@ -49,6 +49,9 @@ class LengthPolicy:
         likeliest path. Returns bool[B].
         """
         return self.always
+
+    def chose(self, tokens: Ids) -> None:
+        """Before `goes_on`: the tokens i64[B] that chains have at its level, -1 for none."""
 
     def chains(self) -> ReadyChains | None:
         """What says how much of chains that lie ready a step verifies; None: it is to be asked step

@@ -13,7 +13,7 @@ from ....ir.plan.inputs import PACKED
 from ...feeding.draft import VerifiedStep
 from ...memo import learnt
 from ..costs import Costs
-from ..level import Level
+from ..level import Ids, Level
 from ..ready_chains import (
     FIRST,
     FORGET,
@@ -167,6 +167,9 @@ class GoodputPolicy(LengthPolicy):
         if not size:
             return self.asked
         return [min(size, count) for count in self.of.limits(rooms)]
+
+    def chose(self, tokens: Ids) -> None:
+        self.of.chose(tokens)
 
     def goes_on(self, level: Level, depth: int) -> Flags:
         return self.of.goes_on(level, depth)

@@ -8,7 +8,7 @@ from ....ir.execution.executable import Executable
 from ....ir.plan import NotedLength
 from ...feeding.draft import VerifiedStep
 from ...memo import learnt
-from ..level import Level
+from ..level import Ids, Level
 from .base import LENGTHS, Flags, LengthPolicy
 
 LATEST = "latest"
@@ -39,6 +39,9 @@ class NotedPolicy(LengthPolicy):
 
     def limits(self, rooms: Sequence[int]) -> list[int]:
         return self.of.limits(rooms)
+
+    def chose(self, tokens: Ids) -> None:
+        self.of.chose(tokens)
 
     def goes_on(self, level: Level, depth: int) -> Flags:
         return self.of.goes_on(level, depth)

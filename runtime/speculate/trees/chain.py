@@ -105,6 +105,7 @@ def grown(
         noise = None if policy.noise is None else (policy.noise, depth)
         tokens, probs = candidates(level, np.array(limits) >= depth, count, options, noise)
         yield level, tokens, probs
+        length.chose(tokens[:, 0])
         if not goes_deeper(length, level, depth, limits):
             return
         level = proposer.grow(tokens[:, :1], none_above, count)
