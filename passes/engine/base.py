@@ -244,5 +244,6 @@ def all_passes() -> dict[str, type[Pass]]:
     import_passes()
     for source in _DERIVED:
         for cls in source():
-            register(cls)
+            if _PASSES.get(cls.name) is not cls:
+                register(cls)
     return dict(sorted(_PASSES.items()))
