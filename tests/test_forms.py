@@ -177,6 +177,19 @@ def test_codewords_are_means_of_clusters_by_hand() -> None:
     torch.testing.assert_close(means(rows, often, codes, 2), torch.tensor(want))
 
 
+def test_clusters_are_those_of_a_search_that_looks_at_all() -> None:
+    """Words that did not move are not looked at again."""
+    generator = torch.Generator().manual_seed(0)
+    rows, often = torch.randn(400, 6, generator=generator), torch.rand(400, generator=generator)
+    for count in (200, 30):
+        words = rows[often.argsort(descending=True, stable=True)[:count]]
+        codes = torch.cdist(rows, words).argmin(-1)
+        for rounds in range(1, 8):
+            words = means(rows, often, codes, count, words)
+            codes = torch.cdist(rows, words).argmin(-1)
+            assert torch.equal(clustered(rows, often, count, rounds), codes)
+
+
 def test_a_head_of_codewords_gives_tokens_of_one_the_same_logit() -> None:
     program = tiny_llama()
     options = {"codewords": 20, "windows": 4, "length": 32}

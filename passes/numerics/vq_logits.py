@@ -24,7 +24,7 @@ Vector Quantized Logits" (2025).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, ClassVar
 
 import torch
@@ -55,6 +55,9 @@ A = torch.ops.aten
 SUFFIXES = (".codewords", ".codes")
 SLICE = 1024
 """Rows whose distances are in memory at once."""
+
+SETTLED = 1000
+"""One in so many rows that still change their codeword: the search ends."""
 
 
 @register
@@ -153,7 +156,8 @@ class _HeadSolver:
                 "vq_logits: what the head reads on this text is too much alike: give more"
             )
         weight = seen.weights[name]
-        codes = clustered(weight.float() @ lower, self.often, self.count, self.options.rounds)
+        given = weight.float() @ lower, self.often, self.count, self.options.rounds
+        codes = clustered(*given, seen.progress)
         words = means(weight.float(), self.often, codes, self.count)
         return {name + SUFFIXES[0]: words.to(weight.dtype), name + SUFFIXES[1]: codes}
 
@@ -162,16 +166,41 @@ class _HeadSolver:
         return iter(())
 
 
-def clustered(rows: Tensor, often: Tensor, count: int, rounds: int) -> Tensor:
-    """The cluster i64[V] of each row f32[V,D], where a row counts as often f32[V]."""
+def clustered(
+    rows: Tensor,
+    often: Tensor,
+    count: int,
+    rounds: int,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Tensor:
+    """The cluster i64[V] of each row f32[V,D], where a row counts as often f32[V].
+
+    After the first round only what may have changed is looked at: words that did not move are no
+    nearer than they were, and the nearest was nearest. The end is where fewer rows than one in
+    `SETTLED` change their word.
+    """
     words = rows[often.argsort(descending=True, stable=True)[:count]]
-    codes = _nearest(rows, words)
-    for _ in range(rounds):
-        words = means(rows, often, codes, count, words)
-        moved = _nearest(rows, words)
-        if torch.equal(moved, codes):
+    codes, far = _nearest(rows, words, progress)
+    for done in range(rounds):
+        progress((done + 1) / (rounds + 1))
+        before, words = words, means(rows, often, codes, count, words)
+        moved = (words != before).any(-1)
+        if not moved.any():
             break
-        codes = moved
+        some = moved.nonzero().flatten()
+        near, least = _nearest(rows, words[some])
+        near, own = some[near], moved[codes]
+        # Of words that stay none is nearer than `far`: a row whose own has moved asks them all
+        # only where those that moved are farther.
+        asks = (own & (least > far)).nonzero().flatten()
+        stays = ~own & (least >= far)
+        now, far = torch.where(stays, codes, near), torch.where(stays, far, least)
+        if len(asks):
+            now[asks], far[asks] = _nearest(rows[asks], words)
+        changed = int((now != codes).sum())
+        codes = now
+        if changed * SETTLED < len(rows):
+            break
     return codes
 
 
@@ -185,7 +214,15 @@ def means(
     return torch.where(mass > 0, sums / mass.clamp(min=1e-30), before)
 
 
-def _nearest(rows: Tensor, words: Tensor) -> Tensor:
-    """The word i64[V] at the least distance from each row; of several the first."""
-    size = words.square().sum(-1)
-    return torch.cat([(size - 2 * part @ words.T).argmin(-1) for part in rows.split(SLICE)])
+def _nearest(
+    rows: Tensor, words: Tensor, progress: Callable[[float], None] = lambda share: None
+) -> tuple[Tensor, Tensor]:
+    """The word i64[V] at the least distance from each row, of several the first, and its distance
+    f32[V], less what the row itself adds to it."""
+    size, codes, least = words.square().sum(-1), list[Tensor](), list[Tensor]()
+    for part in rows.split(SLICE):
+        found = torch.addmm(size, part, words.T, alpha=-2).min(-1)
+        codes.append(found.indices)
+        least.append(found.values)
+        progress(len(codes) * SLICE / len(rows) / 20)
+    return torch.cat(codes), torch.cat(least)
