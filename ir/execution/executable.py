@@ -199,3 +199,7 @@ class Planned:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.executable, name)
+
+    def sequences(self, first: int, count: int) -> Executable:
+        """See `Executable.sequences`; with this plan, too."""
+        return Planned(self.executable.sequences(first, count), self.program.plan)

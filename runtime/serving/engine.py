@@ -21,13 +21,14 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ...ir import InputError, Program, UnsupportedError
-from ...ir.execution.executable import Executable
+from ...ir.execution.executable import Executable, Planned
+from ...ir.plan import Fused, FusedDraft, Whole
 from ...ir.support.memory import give_back
 from ..asking.request import Request, read_request
 from ..cache.base import CACHES
@@ -35,6 +36,7 @@ from ..cache.conversations import MOST
 from ..feeding.draft import NO_DRAFT, Draft
 from ..feeding.feed import Feeder
 from ..feeding.outputs import Outputs
+from ..loop import settled
 from ..rounds.general import step_feed
 from .slot import FREE, Slot
 from .ticket import QueueFull, Reason, Ticket, Told
@@ -95,6 +97,7 @@ class Engine:
         for name, number in (("slots", slots), ("queue", queue), ("chunk", chunk)):
             if number < 1:
                 raise InputError(f"{name}: expected 1 or more, got {number}")
+        executable = apart(executable)
         if fault := not_shared(executable.program):
             raise UnsupportedError(fault)
         self.executable, self.program, self.queue = executable, executable.program, queue
@@ -388,7 +391,9 @@ class Engine:
         found = self._feeders.get((first, count))
         if found is None:
             part = self.executable.sequences(first, count)
-            parts = self.program.plan.step.parts
+            step = self.program.plan.step
+            # Where a draft's tokens left is each text's own: a step here begins with the first.
+            parts = () if step.in_parts else step.parts
             found = self._feeders[first, count] = Feeder(part, count, function, spare, parts)
             found.rows = self.executable.limit
         return first, found
@@ -423,21 +428,25 @@ class Engine:
         ticket.ended(reason, stats, error)
 
 
+def apart(executable: Executable) -> Executable:
+    """The executable without what a step does for the drafts of texts that all take part in it:
+    each request's are made for it alone."""
+    executable = settled(executable)
+    plan = executable.program.plan
+    if isinstance(plan.step, Fused) and isinstance(plan.draft, FusedDraft):
+        step, draft = Whole(plan.step.plain), plan.draft.draft
+        return Planned(executable, replace(plan, step=step, draft=draft))
+    return executable
+
+
 def not_shared(program: Program) -> str | None:
     """Why requests cannot share the steps of a program; None if they can."""
     plan = program.plan
     cache = CACHES.find(plan.cache)
-    called = {name for part in plan.draft.every for name, _ in part.calls(plan)}
-    calls = sorted(called - {*plan.step.variants})  # of the step it reads what the step returns
-    copying = "drafts of copies (copyspec, prompt_lookup, recycling) and plain recipes do"
     for fault, why in (
         (plan.source.encoder, "its texts are written from sources"),
         (plan.depth.stops, f"depth={plan.depth.kind}: how deep a step goes depends on its tokens"),
-        (
-            plan.step.in_parts or len(plan.step.variants) > 1,
-            f"step={plan.step.kind}: steps are cut",
-        ),
-        (calls, f"draft={plan.draft.kind} runs {', '.join(calls)} for each text; {copying}"),
+        (len(plan.step.variants) > 1, f"step={plan.step.kind}: prompts run through other layers"),
         (cache.shares, f"cache={plan.cache.kind}: rows are held once for texts that begin alike"),
         (getattr(plan.cache, "least", None), f"cache={plan.cache.kind}: edited prompts"),
     ):

@@ -40,6 +40,7 @@ class Slot:
         self._round: GeneralRound | None = None
         self._reading: Reading | None = None
         self._pieces: Generator[None, int | None, None] | None = None
+        self._drafting = 0.0  # seconds that the next step's draft took
 
     @property
     def decoding(self) -> Decoding:
@@ -109,14 +110,18 @@ class Slot:
 
     def propose(self) -> Sequence[Draft]:
         """The draft of the next step."""
-        self.decoding.cache.settle(self.decoding.texts)
-        return self.round.propose()
+        decoding, round_ = self.decoding, self.round
+        decoding.cache.settle(decoding.texts)
+        before, round_.late = decoding.clock(), 0.0
+        drafts = round_.propose()
+        self._drafting = decoding.clock() - before - round_.late
+        return drafts
 
     def take(self, draft: Draft, fed: Sequence[int], outputs: Outputs, seconds: float) -> None:
         """Verify this sequence's part of a step."""
         decoding = self.decoding
         step = self.round.take([draft], [fed], outputs)
-        decoding.length.observe(step, 0.0, seconds)
+        decoding.length.observe(step, self._drafting, seconds)
         decoding.stats.count(1, 1)
 
     def reason(self) -> Reason:
