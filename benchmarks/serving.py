@@ -9,10 +9,12 @@ each answer must be the same. Requests are greedy, with prompts and lengths of a
 OpenAI-compatible server the same instead; what it answers is compared with itself alone.
 
     python benchmarks/serving.py MODEL.gguf --llama-cpp PYTHON --rounds 3
+    python benchmarks/serving.py MODEL --draft SMALL --rounds 3 --clients 4
     python benchmarks/serving.py MODEL --soak 10
 
 --llama-cpp asks llama-cpp-python's server the same, of the same file, with as many threads, in
-turns: PYTHON is an interpreter that has `llama-cpp-python[server]`. --soak asks for some minutes
+turns: PYTHON is an interpreter that has `llama-cpp-python[server]`. --draft asks a second server
+that drafts by a smaller model, in turns with one that does not. --soak asks for some minutes
 without an end, and prints the server's memory and how it grows.
 """
 
@@ -93,11 +95,11 @@ def ask_all(url: str, bodies: list[Any], clients: int) -> tuple[list[Answer], fl
     return found, time.perf_counter() - start
 
 
-def graftwork_command(arguments: argparse.Namespace) -> list[str]:
+def graftwork_command(arguments: argparse.Namespace, draft: str | None = None) -> list[str]:
     """Of `graftwork serve`."""
     # Prompts are asked twice: what is kept of the first time must not make the second one faster.
     options = ["--keep", 0, "--queue", max(arguments.requests, arguments.clients)]
-    options += ["--slots", arguments.slots]
+    options += ["--slots", arguments.slots, *(["--draft", draft] if draft else [])]
     for name in ("recipe", "target", "context", "chunk"):
         if (value := getattr(arguments, name)) is not None:
             options += [f"--{name}", value]
@@ -167,8 +169,13 @@ def measure(
 
 
 def beside(arguments: argparse.Namespace) -> None:
-    """Print what comes of both servers, in turns."""
-    commands = {"graftwork": graftwork_command(arguments), "llama.cpp": llama_command(arguments)}
+    """Print what comes of two servers, in turns."""
+    if arguments.draft:
+        drafting = graftwork_command(arguments, arguments.draft)
+        commands = {"drafting": drafting, "plain": graftwork_command(arguments)}
+    else:
+        ours = graftwork_command(arguments)
+        commands = {"graftwork": ours, "llama.cpp": llama_command(arguments)}
     rates: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
     with contextlib.ExitStack() as open_servers:
         running = {
@@ -185,8 +192,8 @@ def beside(arguments: argparse.Namespace) -> None:
     }
     for name, (alone, together) in medians.items():
         print(f"{name}: median new tokens/s {alone:.1f} alone, {together:.1f} together")
-    ours, theirs = medians.values()
-    print(f"graftwork over llama.cpp: {ours[0] / theirs[0]:.2f} alone, {ours[1] / theirs[1]:.2f}")
+    (first, ours), (second, theirs) = medians.items()
+    print(f"{first} over {second}: {ours[0] / theirs[0]:.2f} alone, {ours[1] / theirs[1]:.2f}")
 
 
 def soak(url: str, arguments: argparse.Namespace, process: psutil.Process) -> None:
@@ -258,7 +265,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--llama-cpp", metavar="PYTHON", help="also ask llama-cpp-python's server")
-    parser.add_argument("--rounds", type=int, default=1, help="with --llama-cpp")
+    parser.add_argument("--draft", metavar="MODEL", help="also ask a server that drafts by this")
+    parser.add_argument("--rounds", type=int, default=1, help="with --llama-cpp or --draft")
     parser.add_argument("--soak", type=float, metavar="MINUTES", help="ask so long; memory")
     arguments = parser.parse_args()
     if arguments.against:
@@ -266,7 +274,7 @@ def main() -> None:
         return
     if not arguments.model:
         parser.error("expected a model, or --against URL")
-    if arguments.llama_cpp:
+    if arguments.llama_cpp or arguments.draft:
         beside(arguments)
         return
     with server(graftwork_command(arguments), arguments.threads) as (url, process):
