@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from selection import DEAREST, mostly_long
+from selection import DEAREST, RARE, mostly_long
 
 settings.register_profile(
     "graftwork",
@@ -44,8 +44,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # marks are looked at after this
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files that take longest come first, so that workers end together; see `--share`."""
+    """Files that take longest come first, so that workers end together; see `--share`, `RARE`."""
+    for item in items:
+        if item.nodeid.rpartition("/")[2] in RARE:
+            item.add_marker(pytest.mark.long)
     place = {name: index for index, name in enumerate(DEAREST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
     if config.option.share is None:

@@ -18,6 +18,38 @@ DEAREST = (
 """Files with few tests that take long: by their number of tests they would be the last."""
 
 
+RARE = (
+    "test_adaeagle.py::test_it_learns_where_the_drafter_is_right",
+    "test_beams.py::test_of_every_kind_of_cache[gemma3_text]",
+    "test_choosing.py::test_drafts_that_gain_less_than_noise_are_left_out",
+    "test_choosing.py::test_what_is_chosen_runs",
+    "test_codebooks.py::test_kernels_have_the_bits_of_the_meaning[x86-64]",
+    "test_cuda_provider.py::test_all_that_is_no_size_runs_on_the_device[bfloat16-names0]",
+    "test_dola.py::test_drafts_and_few_bits_go_together_with_it[floats]",
+    "test_dola.py::test_scores_are_the_papers[three-eager]",
+    "test_draft_cost.py::test_whole_drafts_are_timed_beside_none",
+    "test_drawing.py::test_layers_that_are_alike_are_one_block",
+    "test_endless_texts.py::test_windows_see_what_they_saw_in_texts_without_end[gemma3_text-16-onnxruntime]",
+    "test_exits.py::test_no_promise_is_made_where_no_threshold_keeps_it",
+    "test_export_recurrent.py::test_the_models_texts[recurrent_gemma-copyspec]",
+    "test_gguf_archs.py::test_layers_that_predict_later_tokens",
+    "test_gguf_export.py::test_a_folder_as_a_file[llama (experts)]",
+    "test_gguf_export.py::test_tokens_are_those_of_the_tokenizer[_byte_level]",
+    "test_graphs.py::test_texts_are_the_same[eagle]",
+    "test_indices.py::test_a_token_outside_the_vocabulary_is_an_error[torch:cpu:float32-1]",
+    "test_input_embeds.py::test_drafts_change_no_text[copyspec]",
+    "test_input_embeds.py::test_rows_of_tokens_are_these_tokens[kv_int8]",
+    "test_input_embeds.py::test_texts_are_those_of_transformers[granite]",
+    "test_kept_conversations.py::test_random_calls_give_what_a_fresh_program_gives[suffix]",
+    "test_layers.py::test_layers_of_two_kinds",
+    "test_learner.py::test_a_drafter_learns_the_texts_that_it_drafts",
+    "test_source_drafts.py::test_texts_leave_early[t5]",
+    "test_torch_backend.py::test_quantized_weights_stay_bytes_and_give_the_same_logits[int8]",
+)
+"""Tests that take ten seconds or so each, and whose neighbours show the same of another case: they
+count as `long`."""
+
+
 def mostly_long(cases: Iterable[str], keep: Collection[str]) -> list[Any]:
     """All cases as parameters, those that are not to be kept with the mark `long`."""
     names = list(cases)

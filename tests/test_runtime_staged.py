@@ -108,7 +108,7 @@ def test_sampled_drafts_say_what_they_were_sampled_from() -> None:
 
 def test_a_recipe_names_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever brings the model runs the recipe on it; the pass takes the drafter from there."""
-    monkeypatch.setattr(draft_models, "import_model", lambda path, dtype, **_: tiny_llama())
+    monkeypatch.setitem(draft_models.IMPORTERS, "language", lambda path, dtype: tiny_llama())
     settings = ["draft_model.model=other", "draft_model.drafter=copyspec"]
     recipe = Recipe.load("draft_model").with_options(settings)
     program = with_draft_models(tiny_llama(), recipe, torch.float32)
