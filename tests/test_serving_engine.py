@@ -15,9 +15,12 @@ from recurrent_archs import RECURRENT
 
 import graftwork as gw
 from graftwork.ir import InputError, UnsupportedError
+from graftwork.runtime.feeding.draft import Draft, VerifiedStep
 from graftwork.runtime.serving import engine as engines
 from graftwork.runtime.serving.engine import Engine
+from graftwork.runtime.serving.lengths import SharedLengths
 from graftwork.runtime.serving.ticket import End, QueueFull, Reason, Ticket
+from graftwork.runtime.speculate.lengths import LENGTHS
 
 DEMO = "graftwork/demo_model"
 LONG = {"max_new_tokens": 900, "do_sample": False, "eos_token_id": None}
@@ -185,6 +188,31 @@ def test_drafts_go_on_from_kept_rows_up_to_the_end(recipe: str) -> None:
     assert clients[0].tokens == text[40:]
     wanted = plain.generate([second[0]], **second[1])[0, len(second[0]) :].tolist()
     assert clients[1].tokens == wanted
+
+
+@pytest.mark.measured
+@pytest.mark.parametrize("count", [1, 4])
+def test_drafts_are_decided_on_for_all(count: int) -> None:
+    """Columns of four texts cost what they bring, those of one cost next to nothing: what a draft
+    of its own would bring each of the four is not asked."""
+    made = gw.optimize(DEMO, "baseline", target="eager", draft=DEMO)
+    shared, length = SharedLengths(made.executable), made.program.plan.length
+    own = LENGTHS.find(length)(length, made.executable, 1)
+    bound = [shared.of(own) for _ in range(count)]
+    sizes = []
+    for step in range(400):
+        shared.decide([(one, 50) for one in bound])
+        size = bound[0].limits([50])[0]
+        assert all(one.limits([50]) == [size] for one in bound)
+        accepted = min(size, 2) if step % 2 else min(size, 1)
+        draft = Draft([5] * size)
+        taken = VerifiedStep([draft], [range(accepted)], [[5] * (accepted + 1)], [0], {})
+        columns = count * (1 + size)
+        took = 0.010 + (0.012 * max(columns - 8, 0))
+        shared.observe([(one, taken) for one in bound], 0.001 * size * count, took)
+        sizes.append(size)
+    late = sizes[200:]
+    assert sum(size > 0 for size in late) > 150 if count == 1 else sum(late) < 40
 
 
 @pytest.mark.untrained

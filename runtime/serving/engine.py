@@ -38,6 +38,7 @@ from ..feeding.feed import Feeder
 from ..feeding.outputs import Outputs
 from ..loop import settled
 from ..rounds.general import step_feed
+from .lengths import SharedLengths
 from .slot import FREE, Slot
 from .ticket import QueueFull, Reason, Ticket, Told
 
@@ -114,6 +115,7 @@ class Engine:
         self._changed = threading.Condition()
         self._closing = False
         self._feeders: dict[tuple[int, int], Feeder] = {}
+        self.lengths = SharedLengths(executable)
         self._turns, self._given = 0, 0.0
         ready: list[BaseException | None] = []
         self._ready = threading.Event()
@@ -307,7 +309,7 @@ class Engine:
             self._turns += 1
             slot.used = self._turns
             try:
-                slot.begin(ticket)
+                slot.begin(ticket, self.lengths)
             except Exception as error:
                 slot.release()
                 self._over(ticket, Reason.ERROR, error)
@@ -349,6 +351,8 @@ class Engine:
         """One step of all slots that decode."""
         first, feeder = self._feeder(live)
         slots = self.slots[first : first + feeder.batch]
+        rooms = [slot.decoding.texts[0].room for slot in live]
+        self.lengths.decide(list(zip((s.decoding.length for s in live), rooms, strict=True)))
         drafts = [self._drafted(slot) for slot in slots]  # settles rows, therefore first
         if not (live := [slot for slot in live if slot.decodes]):
             return
@@ -357,7 +361,7 @@ class Engine:
         fetch = tuple(sorted({name for slot in live for name in slot.decoding.fetch}))
         fitted, feed = step_feed(feeder, texts, drafts, past, fetch)
         feeder.folded = [0] * feeder.batch  # of other texts, which may have been longer
-        before = feeder.seconds
+        before, begun = feeder.seconds, time.perf_counter() - feeder.executable.preparing
         outputs = feeder.run(feed)
         self.figures.steps += 1
         self.figures.sequence_steps += len(live)
@@ -369,8 +373,13 @@ class Engine:
                 slot.take(fitted[place], feed.rows[place], own, feeder.seconds - before)
             except Exception as error:  # this request's options, logits or drafter
                 self._end(slot, Reason.ERROR, error)
-                continue
-            self._tell(slot)
+        took = time.perf_counter() - feeder.executable.preparing - begun
+        came = [(s.decoding.length, s.taken) for s in live if s.ticket is not None and s.taken]
+        if len(came) == len(live):
+            self.lengths.observe(came, sum(slot.drafting for slot in live), took)
+        for slot in live:
+            if slot.ticket is not None:
+                self._tell(slot)
 
     def _drafted(self, slot: Slot) -> Draft:
         """A slot's draft for the next step. A request that fails is over."""

@@ -12,12 +12,13 @@ from collections.abc import Generator, Sequence
 from ...ir.execution.executable import Executable
 from ..asking.text import Text
 from ..cache.conversations import LEAST, Conversations, common, deciding
-from ..feeding.draft import Draft
+from ..feeding.draft import Draft, VerifiedStep
 from ..feeding.outputs import Outputs
 from ..reading import Reading
 from ..rounds.base import Decoding
 from ..rounds.general import GeneralRound
 from ..stats import Stats
+from .lengths import SharedLengths
 from .ticket import Reason, Ticket
 
 FREE = Text([0], 1, 1, done=True)
@@ -29,6 +30,7 @@ class Slot:
 
     executable: over this sequence alone. keeps: whether rows of a text that ended stay, for others
     that begin so. ticket: what runs here; None: the slot is free. used: when it was last taken.
+    drafting: seconds that its last draft took. taken: what came of its part of the last step.
     """
 
     def __init__(self, executable: Executable, index: int, *, keeps: bool) -> None:
@@ -40,7 +42,8 @@ class Slot:
         self._round: GeneralRound | None = None
         self._reading: Reading | None = None
         self._pieces: Generator[None, int | None, None] | None = None
-        self._drafting = 0.0  # seconds that the next step's draft took
+        self.taken: VerifiedStep | None = None
+        self.drafting = 0.0
 
     @property
     def decoding(self) -> Decoding:
@@ -83,7 +86,7 @@ class Slot:
         same = max((common(one.tokens, tokens, len(tokens) - 1) for one in held), default=0)
         return same if same >= LEAST else 0
 
-    def begin(self, ticket: Ticket) -> None:
+    def begin(self, ticket: Ticket, lengths: SharedLengths) -> None:
         """Take a request; its prompt is fed by `read`. Errors: those of `Decoding`."""
         if ticket.pooling:
             reading = Reading(self.executable, [ticket.text], ticket.pooling)
@@ -91,6 +94,7 @@ class Slot:
         else:
             told = ticket.hear if ticket.scored else None
             decoding = Decoding(self.executable, ticket.request, told)
+            decoding.length = lengths.of(decoding.length)
             self.ticket, self._decoding, self._round = ticket, decoding, GeneralRound(decoding)
             self._pieces = decoding.starting()
         next(self._pieces)
@@ -110,18 +114,17 @@ class Slot:
 
     def propose(self) -> Sequence[Draft]:
         """The draft of the next step."""
-        decoding, round_ = self.decoding, self.round
-        decoding.cache.settle(decoding.texts)
-        before, round_.late = decoding.clock(), 0.0
-        drafts = round_.propose()
-        self._drafting = decoding.clock() - before - round_.late
+        self.taken, before = None, self.decoding.clock()
+        self.decoding.cache.settle(self.decoding.texts)
+        drafts = self.round.propose()
+        self.drafting = self.decoding.clock() - before
         return drafts
 
     def take(self, draft: Draft, fed: Sequence[int], outputs: Outputs, seconds: float) -> None:
         """Verify this sequence's part of a step."""
         decoding = self.decoding
-        step = self.round.take([draft], [fed], outputs)
-        decoding.length.observe(step, self._drafting, seconds)
+        self.taken = step = self.round.take([draft], [fed], outputs)
+        decoding.length.observe(step, 0.0, seconds)
         decoding.stats.count(1, 1)
 
     def reason(self) -> Reason:

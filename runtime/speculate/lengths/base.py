@@ -77,5 +77,35 @@ class LengthPolicy:
         """After each step. drafting: seconds that the drafts took; step: the step and its check."""
 
 
+class DelegatingPolicy(LengthPolicy):
+    """Base of policies that hold another one, `of`, and do what it does."""
+
+    def __init__(self, of: LengthPolicy) -> None:
+        self.record, self.executable, self.batch = of.record, of.executable, of.batch
+        self.most, self.always, self.of = of.most, of.always, of
+        self.wants = of.wants
+
+    def limits(self, rooms: Sequence[int]) -> list[int]:
+        return self.of.limits(rooms)
+
+    def chose(self, tokens: Ids) -> None:
+        self.of.chose(tokens)
+
+    def goes_on(self, level: Level, depth: int) -> Flags:
+        return self.of.goes_on(level, depth)
+
+    def rest(self) -> int:
+        return self.of.rest()
+
+    def rested(self, steps: int, seconds: float) -> None:
+        self.of.rested(steps, seconds)
+
+    def prepared(self, seconds: float) -> None:
+        self.of.prepared(seconds)
+
+    def observe(self, taken: VerifiedStep, drafting: float, step: float) -> None:
+        self.of.observe(taken, drafting, step)
+
+
 LENGTHS: Registry[LengthPolicy] = Registry(__package__)
 LENGTHS.register(FixedLength)(LengthPolicy)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ....ir.execution.executable import Executable
 from ....ir.plan import NotedLength
 from ...feeding.draft import VerifiedStep
 from ...memo import learnt
-from ..level import Ids, Level
-from .base import LENGTHS, Flags, LengthPolicy
+from .base import LENGTHS, DelegatingPolicy
 
 LATEST = "latest"
 
 
 @LENGTHS.register(NotedLength)
-class NotedPolicy(LengthPolicy):
+class NotedPolicy(DelegatingPolicy):
     """Another policy, whose steps are kept account of.
 
     made: tokens of each sequence so far, the prompt's first successor among them; foreseen: by
@@ -26,9 +23,8 @@ class NotedPolicy(LengthPolicy):
     record: NotedLength
 
     def __init__(self, record: NotedLength, executable: Executable, batch: int) -> None:
-        super().__init__(record, executable, batch)
-        self.of = LENGTHS.find(record.of)(record.of, executable, batch)
-        self.wants = self.of.wants
+        super().__init__(LENGTHS.find(record.of)(record.of, executable, batch))
+        self.record = record
         self.made = [1] * batch
         self.foreseen: list[list[int]] = [[] for _ in range(batch)]
         self._latest()
@@ -37,25 +33,10 @@ class NotedPolicy(LengthPolicy):
         # Again with each step: a prefix that prompts share is a generation before their own.
         learnt(self.executable, NotedPolicy)[LATEST] = self.foreseen
 
-    def limits(self, rooms: Sequence[int]) -> list[int]:
-        return self.of.limits(rooms)
-
-    def chose(self, tokens: Ids) -> None:
-        self.of.chose(tokens)
-
-    def goes_on(self, level: Level, depth: int) -> Flags:
-        return self.of.goes_on(level, depth)
-
-    def rest(self) -> int:
-        return self.of.rest()
-
     def rested(self, steps: int, seconds: float) -> None:
         self._latest()
         self.made = [count + steps for count in self.made]
-        self.of.rested(steps, seconds)
-
-    def prepared(self, seconds: float) -> None:
-        self.of.prepared(seconds)
+        super().rested(steps, seconds)
 
     def observe(self, taken: VerifiedStep, drafting: float, step: float) -> None:
         self._latest()
@@ -64,7 +45,7 @@ class NotedPolicy(LengthPolicy):
             foreseen += range(made, made + len(path))
         new = zip(self.made, taken.tokens, strict=True)
         self.made = [made + len(tokens) for made, tokens in new]
-        self.of.observe(taken, drafting, step)
+        super().observe(taken, drafting, step)
 
 
 def foreseen_by(executable: Executable) -> list[list[int]]:
