@@ -14,6 +14,7 @@ from runtime_models import Recorder
 from selection import mostly_long
 from small_llama import small_llama
 from test_runtime_sampling import assert_distributed
+from test_serving_engine import served
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     LlamaConfig,
@@ -261,6 +262,13 @@ def test_artifacts_few_bits_streams_and_turns(name: str, folders: Path, tmp_path
     turned = fast.generate(longer, return_dict_in_generate=True, **asked)
     assert turned.stats.reused_tokens >= 16
     assert torch.equal(again.generate(longer, **asked), turned.sequences)
+
+
+def test_requests_that_share_steps_have_turns_of_their_own(folders: Path) -> None:
+    fast = model(folders, on="onnxruntime:cpu:float32")
+    clients, _ = served(fast, [(prompt, {**PLAIN, "do_sample": False}) for prompt in PROMPTS])
+    wanted = [by_hand(prompt, 0.5, "score")[0] for prompt in PROMPTS]
+    assert [client.tokens for client in clients] == wanted
 
 
 def test_the_recipe_by_name(folders: Path) -> None:
