@@ -363,6 +363,20 @@ def test_goodput_tries_a_drafter_that_was_brought_up_to_a_text_whatever_that_too
     assert tries == 5
 
 
+def test_goodput_tries_a_longer_draft_where_the_first_was_short_and_slow():
+    """One token in .7 of a step does not pay; three in .9 may, and what brought the drafter up to
+    the text is spent."""
+    policy = GoodputPolicy(GoodputLength(), Executable(4), 1)
+    for _ in range(3):
+        policy.observe(taken([NO_DRAFT], [range(0)]), 0.0, 1.0)
+    policy.prepared(9.0)
+    policy.limits([4])
+    policy.observe(taken([Draft([1])], [range(1)]), 0.7, 1.3)
+    assert policy.limits([4]) == [3]
+    policy.observe(taken([Draft([1, 2, 3])], [range(0)]), 0.9, 1.4)
+    assert policy.limits([4]) == [0]
+
+
 def test_goodput_tries_once_what_is_slow_to_bring_up_and_then_when_that_is_earned():
     executable = Executable(1)
     for asked in (True, False):

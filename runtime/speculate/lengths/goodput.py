@@ -213,6 +213,9 @@ class GoodputPolicy(LengthPolicy):
             known.whole, known.tried = known.steps, True
             known.patience = min(max(2 * known.patience, 1), MOST_EVERY)
             return largest
+        if not best and self.grace:
+            # Of what was spent on the text alone one draft shows too little, and a first one slow.
+            return int(np.searchsorted(tries, max(risked, ahead or 0.0), side="right")) - 1
         if not best:
             undue = known.whole + known.patience - known.steps
             return self._none(max(undue, (tries[largest] - account) / (half * plain)))
