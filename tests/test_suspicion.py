@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from archs import build
+from kept_texts import check_kept
 from recorded import calls_of
 from recurrent_archs import RECURRENT
-from runtime_models import Recorder
 from selection import mostly_long
 from small_llama import small_llama
 from test_runtime_sampling import assert_distributed
@@ -204,16 +204,7 @@ def test_artifacts_few_bits_streams_and_turns(name: str, clean: Path, tmp_path: 
     asked = {"max_new_tokens": 8, "eos_token_id": None}
     found = fast.generate([*PROMPTS], **asked)
     assert torch.equal(model(clean, passes[name]).generate([*PROMPTS], **asked), found)
-    fast.save(tmp_path / "artifact")
-    again = gw.load(tmp_path / "artifact", target="eager")
-    assert torch.equal(again.generate([*PROMPTS], **asked), found)
-    heard = Recorder()
-    text = fast.generate([PROMPTS[0] * 3], streamer=heard, **asked)
-    assert [int(t) for value in heard.values for t in value.flatten()] == text[0].tolist()
-    longer = torch.cat([text, torch.tensor([[3, 9]])], 1)
-    turned = fast.generate(longer, return_dict_in_generate=True, **asked)
-    assert turned.stats.reused_tokens >= 16
-    assert torch.equal(again.generate(longer, **asked), turned.sequences)
+    check_kept(fast, PROMPTS, 8, tmp_path)
 
 
 def test_a_smaller_vocabulary_is_suspicious_beyond_its_end(tmp_path: Path) -> None:
