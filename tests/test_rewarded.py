@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_models import Recorder
+from kept_texts import check_kept
 from selection import mostly_long
 from small_llama import small_llama
 from test_runtime_sampling import assert_distributed
@@ -250,18 +252,7 @@ def test_sampled_steps_are_the_drafters(folders: Path) -> None:
 def test_artifacts_few_bits_streams_and_turns(name: str, folders: Path, tmp_path: Path) -> None:
     passes = {"int4": "quantize_weights", "cache": "quantize_cache"}
     fast = model(folders, passes[name])
-    asked = {"max_new_tokens": 12, "eos_token_id": None}
-    found = fast.generate([*PROMPTS], **asked)
-    fast.save(tmp_path / "artifact")
-    again = gw.load(tmp_path / "artifact", target="eager")
-    assert torch.equal(again.generate([*PROMPTS], **asked), found)
-    heard = Recorder()
-    text = fast.generate([PROMPTS[0] * 3], streamer=heard, **asked)
-    assert [int(t) for value in heard.values for t in value.flatten()] == text[0].tolist()
-    longer = torch.cat([text, torch.tensor([[3, 9]])], 1)
-    turned = fast.generate(longer, return_dict_in_generate=True, **asked)
-    assert turned.stats.reused_tokens >= 16
-    assert torch.equal(again.generate(longer, **asked), turned.sequences)
+    check_kept(fast, PROMPTS, 12, tmp_path)
 
 
 def test_requests_that_share_steps_have_turns_of_their_own(folders: Path) -> None:
@@ -269,6 +260,14 @@ def test_requests_that_share_steps_have_turns_of_their_own(folders: Path) -> Non
     clients, _ = served(fast, [(prompt, {**PLAIN, "do_sample": False}) for prompt in PROMPTS])
     wanted = [by_hand(prompt, 0.5, "score")[0] for prompt in PROMPTS]
     assert [client.tokens for client in clients] == wanted
+
+
+def test_a_reward_that_is_no_number_is_an_error(folders: Path) -> None:
+    broken = copy.deepcopy(judge("score"))
+    broken.score.weight.data.fill_(float("nan"))
+    broken.save_pretrained(folders / "broken")
+    with pytest.raises(InputError, match="NaN"):
+        model(folders, kind="broken").generate([PROMPTS[0]], **PLAIN)
 
 
 def test_the_recipe_by_name(folders: Path) -> None:
@@ -283,10 +282,15 @@ def test_the_recipe_by_name(folders: Path) -> None:
 def test_refusals(folders: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="verify_rewarded"):
         gw.optimize(folders / "target", "reward_guided", draft=folders / "draft", target="eager")
-    with pytest.raises(InputError, match="a model that scores texts, with a tensor"):
+    with pytest.raises(InputError, match="a model that scores texts, with a matrix"):
         import_scoring(folders / "draft")
     with pytest.raises(InputError, match="expected the folder of a model that scores texts"):
         import_scoring(folders / "nothing")
+    deep = {**json.loads((folders / "score" / "config.json").read_text()), "num_hidden_layers": 99}
+    shutil.copytree(folders / "score", folders / "deep")
+    (folders / "deep" / "config.json").write_text(json.dumps(deep))
+    with pytest.raises(InputError, match="num_hidden_layers=99"):
+        import_scoring(folders / "deep")
     LlamaForTokenClassification(LlamaConfig(**SCORED, num_labels=3)).save_pretrained(
         folders / "three"
     )

@@ -16,17 +16,19 @@ from ..trace import parameters_without_data
 @dataclass(frozen=True)
 class Family:
     """what: its models, in messages. auto: the class of transformers that makes one of a
-    configuration; "": the one that writes text. both_ways: whether tokens may see later ones."""
+    configuration; "": the one that writes text. both_ways: whether tokens may see later ones.
+    scores: whether it gives texts scores, and no logits of words."""
 
     what: str
     auto: str
     both_ways: bool = False
+    scores: bool = False
 
 
 LANGUAGE = Family("language model", "")
 MASKED = Family("masked language model", "AutoModelForMaskedLM", both_ways=True)
-TOKEN_SCORES = Family("model that scores tokens", "AutoModelForTokenClassification")
-TEXT_SCORES = Family("model that scores texts", "AutoModelForSequenceClassification")
+TOKEN_SCORES = Family("model that scores tokens", "AutoModelForTokenClassification", scores=True)
+TEXT_SCORES = Family("model that scores texts", "AutoModelForSequenceClassification", scores=True)
 
 
 def instantiate(

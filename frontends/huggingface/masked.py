@@ -24,7 +24,7 @@ from ...ir.plan.inputs import INPUTS
 from ...ir.support.tokenizer import refusing
 from ..generation import ASSETS, read_object
 from .families import LANGUAGE, MASKED
-from .model import check_files, check_settings, contents, import_tensors, read_config
+from .model import check_files, check_layers, check_settings, contents, import_tensors, read_config
 
 G = torch.ops.graftwork
 
@@ -57,6 +57,7 @@ def import_masked_folder(folder: Path, dtype: torch.dtype | None = None) -> Prog
     made_from = MADE_FROM.get(kind)
     config = read_config(folder) if made_from is None else _config_of(folder, settings, made_from)
     found = contents(folder, config)
+    check_layers(folder, config, len(found[0]))
     assets = {name: folder / name for name in ASSETS if (folder / name).exists()}
     program = import_tensors(
         *(folder, config, lambda twin: found, dtype),

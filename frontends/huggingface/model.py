@@ -29,7 +29,7 @@ from ..trace import (
 )
 from .checkpoint import Checkpoint, Tensors, opened, tensors_of
 from .experts import prepare_experts
-from .families import LANGUAGE, TEXT_SCORES, TOKEN_SCORES, Family, instantiate
+from .families import LANGUAGE, Family, instantiate
 from .formats import format_of
 from .formats import read as read_quantized
 from .image_tokens import pictures_of
@@ -57,7 +57,7 @@ def import_folder(folder: Path, dtype: torch.dtype | None = None, known: Known =
     generation = _generation_config(folder)
     tell(known, config, generation, assets)
     found = contents(folder, config)
-    _check_layers(folder, config, len(found[0]))
+    check_layers(folder, config, len(found[0]))
     return import_tensors(
         folder, config, lambda twin: found, dtype, generation=generation, assets=assets
     )
@@ -105,12 +105,12 @@ def import_tensors(
             return checkpoint.weight(name)
         return Weight.of(name, buffers[name].clone())
 
-    wrap = Scored if family in (TEXT_SCORES, TOKEN_SCORES) else Traced
+    wrap = Scored if family.scores else Traced
     program = traced(twin, mode, weight_of, generation, assets, wrap, both_ways=family.both_ways)
     return keep_stored(program, checkpoint.stored())
 
 
-def _check_layers(source: Path, config: Any, tensors: int) -> None:
+def check_layers(source: Path, config: Any, tensors: int) -> None:
     """That there may be a tensor for each layer, before all of them are made. Errors:
     `InputError`."""
     for name in ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers"):

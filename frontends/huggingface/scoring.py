@@ -20,7 +20,7 @@ from ...ir import InputError, Program
 from ..generation import ASSETS
 from .checkpoint import Tensors
 from .families import TEXT_SCORES, TOKEN_SCORES
-from .model import check_files, contents, import_tensors, read_config
+from .model import check_files, check_layers, contents, import_tensors, read_config
 
 HEAD, VALUE_HEAD = "score.", "v_head.summary."
 UNUSED = ("lm_head.",)
@@ -38,14 +38,17 @@ def import_scoring_folder(folder: Path, dtype: torch.dtype | None = None) -> Pro
     config = read_config(folder)
     tensors, kept = contents(folder, config)
     named = {_named(name): open for name, open in tensors.items()}
-    if f"{HEAD}weight" not in named:
+    check_layers(folder, config, len(named))
+    head = named.get(f"{HEAD}weight")
+    dims = () if head is None else head().type.dims
+    if len(dims) != 2:
         raise InputError(
-            f"{folder}: expected a model that scores texts, with a tensor {HEAD}weight "
+            f"{folder}: expected a model that scores texts, with a matrix {HEAD}weight "
             f"(...ForSequenceClassification, ...ForTokenClassification) or {VALUE_HEAD}weight, got "
             f"one without"
         )
     given: Tensors = {name: open for name, open in named.items() if not name.startswith(UNUSED)}
-    config.num_labels = given[f"{HEAD}weight"]().type.shape[0]
+    config.num_labels = dims[0]
     assets = {name: folder / name for name in ASSETS if (folder / name).exists()}
     family = TOKEN_SCORES if f"{HEAD}bias" in given else TEXT_SCORES
     return import_tensors(

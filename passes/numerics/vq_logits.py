@@ -180,7 +180,7 @@ def clustered(
     `SETTLED` change their word.
     """
     words = rows[often.argsort(descending=True, stable=True)[:count]]
-    codes, far = _nearest(rows, words, progress)
+    codes, far = _nearest(rows, words, lambda share: progress(share / (rounds + 1)))
     for done in range(rounds):
         progress((done + 1) / (rounds + 1))
         before, words = words, means(rows, often, codes, count, words)
@@ -224,5 +224,5 @@ def _nearest(
         found = torch.addmm(size, part, words.T, alpha=-2).min(-1)
         codes.append(found.indices)
         least.append(found.values)
-        progress(len(codes) * SLICE / len(rows) / 20)
+        progress(min(len(codes) * SLICE / len(rows), 1.0))
     return torch.cat(codes), torch.cat(least)

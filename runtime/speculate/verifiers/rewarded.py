@@ -8,10 +8,12 @@ threshold; else the target writes instead, as it would without.
 from __future__ import annotations
 
 from abc import abstractmethod
+from math import isnan
 from typing import ClassVar
 
 from ....ir import Program
 from ....ir.plan import Rewarded
+from ...asking.checks import bad_logits
 from ...asking.options import GenerationOptions
 from ...feeding.draft import NO_DRAFT
 from ..sampling import StepToVerify
@@ -44,7 +46,10 @@ class _Rewarding(Verifier):
             if text.done or not draft.tokens or index in ruled_out:
                 continue
             count = len(draft.tokens)
-            if float(step.outputs[self.record.guest][index, count]) >= self.record.threshold:
+            reward = float(step.outputs[self.record.guest][index, count])
+            if isnan(reward):
+                raise bad_logits()
+            if reward >= self.record.threshold:
                 # The last token stands where the target's own stands else: its row comes next.
                 verdicts[index] = Verdict(range(count - 1), list(draft.tokens))
         return verdicts
