@@ -63,14 +63,14 @@ class SharedLengths:
         bound = [(own, taken) for own, taken in requests if isinstance(own, BoundPolicy)]
         if not bound:
             return
-        policy, late = self._policy(len(requests)), sum(own.late for own, _ in bound)
-        if late:
+        policy = self._policy(len(requests))
+        if late := sum(own.late for own, _ in bound):
             policy.prepared(late)
         policy.asked = [own.bound for own, _ in bound]
         drafts, paths, tokens = zip(
             *((t.drafts[0], t.paths[0], t.tokens[0]) for _, t in bound), strict=True
         )
-        policy.observe(VerifiedStep(drafts, paths, tokens, [], {}), drafting - late, step)
+        policy.observe(VerifiedStep(drafts, paths, tokens, [], {}), drafting, step)
 
     def _policy(self, count: int) -> GoodputPolicy:
         if count not in self.policies:

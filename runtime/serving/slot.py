@@ -30,7 +30,8 @@ class Slot:
 
     executable: over this sequence alone. keeps: whether rows of a text that ended stay, for others
     that begin so. ticket: what runs here; None: the slot is free. used: when it was last taken.
-    drafting: seconds that its last draft took. taken: what came of its part of the last step.
+    drafting: seconds that its last draft took, once its drafter knew the text. taken: what came of
+    its part of the last step.
     """
 
     def __init__(self, executable: Executable, index: int, *, keeps: bool) -> None:
@@ -114,17 +115,18 @@ class Slot:
 
     def propose(self) -> Sequence[Draft]:
         """The draft of the next step."""
-        self.taken, before = None, self.decoding.clock()
+        self.taken, self.round.late = None, 0.0
         self.decoding.cache.settle(self.decoding.texts)
+        before = self.decoding.clock()
         drafts = self.round.propose()
-        self.drafting = self.decoding.clock() - before
+        self.drafting = self.decoding.clock() - before - self.round.late
         return drafts
 
     def take(self, draft: Draft, fed: Sequence[int], outputs: Outputs, seconds: float) -> None:
         """Verify this sequence's part of a step."""
         decoding = self.decoding
         self.taken = step = self.round.take([draft], [fed], outputs)
-        decoding.length.observe(step, 0.0, seconds)
+        decoding.length.observe(step, self.drafting, seconds)
         decoding.stats.count(1, 1)
 
     def reason(self) -> Reason:
