@@ -38,6 +38,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -343,10 +344,10 @@ def worked(path: Path, names: list[str], given: list[str]) -> Iterator[dict[str,
         assert process.stdout is not None
         left = list(names)
         while left:
-            late = threading.Timer(LIMIT, process.kill)
-            late.start()
+            begun, timer = time.monotonic(), threading.Timer(LIMIT, process.kill)
+            timer.start()
             line = process.stdout.readline()
-            late.cancel()
+            timer.cancel()
             if not line:
                 break
             if line.startswith('{"model"'):
@@ -356,8 +357,10 @@ def worked(path: Path, names: list[str], given: list[str]) -> Iterator[dict[str,
             return
         told.seek(0)
         why = told.read().strip().rpartition("\n")[2]
+    late = process.returncode == -signal.SIGKILL and time.monotonic() - begun >= LIMIT
     row = {"model": path.name, "recipe": left[0], "contract": Recipe.load(left[0]).contract}
-    yield row | {"none": f"failed with exit code {process.returncode}: {why}"}
+    fault = f"failed with exit code {process.returncode}: {why}"
+    yield row | {"none": f"no row within {LIMIT:,} seconds" if late else fault}
 
 
 def main() -> None:

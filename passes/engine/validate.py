@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ...ir import LOG, SOURCE, PassError, Program, run, type_of
+from ...ir.execution.interpret import Run
 from ...ir.plan.inputs import chain_inputs, mixed_into
 from .base import Contract
 from .feed import encoded
@@ -69,6 +70,12 @@ def reference_logits(
         states = {name: out.get(name, rows) for name, rows in states.items()}  # some are drafters'
         past += width
     return torch.cat(parts, dim=1)
+
+
+def reference_run(program: Program, tokens: torch.Tensor) -> Run:
+    """A run of the step over whole sequences i64[B,T], in the interpreter, that has not begun."""
+    states = empty_states(program, *tokens.shape) | encoded(program, len(tokens))
+    return Run(program, program.step.name, step_inputs(program, tokens, states))
 
 
 class Validator:
