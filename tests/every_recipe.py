@@ -27,8 +27,9 @@ RECURRENT = ("quamba2",)
 WINDOWED = ("hold_windows",)
 """Recipes for models with sliding windows: `test_windows` has those."""
 
-TRANSLATED = ("token_intersection", "universal_assisted", "reward_guided")
-"""Recipes for models with tokenizers: `test_other_vocabulary` and `test_rewarded` have those."""
+TRANSLATED = ("token_intersection", "universal_assisted", "reward_guided", "transfer_q")
+"""Recipes for models with tokenizers: `test_other_vocabulary`, `test_rewarded` and `test_valued`
+have those."""
 
 OTHERS = (*QUANTIZED, *SPREAD, *RECURRENT, *WINDOWED, *TRANSLATED)
 NAMES = [recipe.name for recipe in recipes() if recipe.name not in OTHERS]

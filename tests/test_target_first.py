@@ -18,7 +18,7 @@ from tiny import MASK, PROMPTS, named, tiny_llama
 
 from graftwork.backends import Target, compile
 from graftwork.ir import PassError
-from graftwork.ir.check.legality import misfit
+from graftwork.ir.check.legality import unmet
 from graftwork.ir.plan import SampledTree
 from graftwork.ir.plan.contract import Contract
 from graftwork.passes.drafting.target_first import (
@@ -193,4 +193,4 @@ def test_refusals() -> None:
     with pytest.raises(PassError, match=r"predicts level by level.* got draft=suffix"):
         run_passes(tiny_llama(), [Step(p) for p in (*passes, named("draft_target_first"))])
     held = program(4, draft=OTHER, verify=LongestBranch())
-    assert "run draft_target_first" in str(misfit(held.plan))
+    assert "run draft_target_first" in str(unmet(held))

@@ -73,6 +73,14 @@ def _unmet(program: Program) -> Iterator[tuple[str, str]]:
         for name in leaf.mutual:
             if cached and not program.function(name).has_input(ANCESTORS):
                 yield f"draft={leaf.brief} needs a function {name} that takes ancestors", "trees"
+    if plan.verify.begun and not plan.draft.begins:
+        yield (
+            (
+                f"verify={plan.verify.brief} is for drafts that begin with the target's tokens, "
+                f"and draft={plan.draft.brief} begins otherwise: run draft_target_first"
+            ),
+            "",
+        )
     yield from ((fault, "") for fault in _unshared(program))
     yield from ((fault, "") for fault in _misfits(plan))
 

@@ -33,7 +33,8 @@ class DraftRecord(Record):
     of all nodes on the path, not only of the last. in_parts: runs parts of the step, which must be
     cut. samples: tells what its drafts were sampled from, when sampling, whatever the tree is.
     unrolls: one call of a function can make its levels (`unroll_draft`). vouches: drafts only what
-    would do unverified, too (`Vouched`).
+    would do unverified, too (`Vouched`). begins: its drafts begin with the target's own candidates,
+    so it needs a verifier for such (`VerifyRecord.begun`).
     """
 
     slot: ClassVar[str] = "draft"
@@ -52,6 +53,7 @@ class DraftRecord(Record):
     unrolls: ClassVar[bool] = False
     samples: ClassVar[bool] = False
     vouches: ClassVar[bool] = False
+    begins: ClassVar[bool] = False
 
     @property
     def core(self) -> DraftRecord | None:

@@ -22,7 +22,9 @@ class VerifyRecord(Record):
     siblings: it differs from `Lossless` only on siblings that were sampled independently of each
     other. lone: whether without a draft it keeps what the target itself chooses; stays: if not,
     whether it decides on every token by the text before it, whatever was drafted. told: whether it
-    must be told what sampled chains were sampled from; else they are drawn as the text is.
+    must be told what sampled chains were sampled from; else they are drawn as the text is. begun:
+    whether it is for drafts that begin with the target's own tokens (`DraftRecord.begins`), and
+    chooses among these.
     """
 
     slot: ClassVar[str] = "verify"
@@ -33,6 +35,13 @@ class VerifyRecord(Record):
     lone: ClassVar[bool] = True
     stays: ClassVar[bool] = False
     told: ClassVar[bool] = False
+    begun: ClassVar[bool] = False
+
+    def along(self, plan: DecodePlan, guest: str) -> str:
+        """A function that reads along. Errors: `InputError` for one that does not."""
+        if guest not in plan.step.along:
+            raise InputError(f"{self.brief}: {guest} does not read along: {plan.step.brief}")
+        return guest
 
 
 @record
@@ -213,7 +222,7 @@ class Rewarded(VerifyRecord):
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        yield _along(self, plan, self.guest), {self.guest: ("", "")}
+        yield self.along(plan, self.guest), {self.guest: ("", "")}
 
     def misfits(self, plan: DecodePlan) -> Iterator[str]:
         """See `Record.misfits`: drafts that are several texts."""
@@ -243,11 +252,4 @@ class Suspicion(VerifyRecord):
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        yield _along(self, plan, self.guest), {self.guest: ("", "", "V")}
-
-
-def _along(record: VerifyRecord, plan: DecodePlan, guest: str) -> str:
-    """A function that reads along. Errors: `InputError` for one that does not."""
-    if guest not in plan.step.along:
-        raise InputError(f"{record.brief}: {guest} does not read along: {plan.step.brief}")
-    return guest
+        yield self.along(plan, self.guest), {self.guest: ("", "", "V")}

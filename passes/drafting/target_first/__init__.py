@@ -17,7 +17,7 @@ chose: it has no row yet, and is fed again at the head of the next draft.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -29,7 +29,7 @@ from ....ir.plan import DraftRecord, NoDraft, VerifyRecord, policy, record
 from ....ir.plan.bounds import Filled
 from ....ir.plan.contract import Contract
 from ....runtime.asking.options import GenerationOptions
-from ....runtime.feeding.draft import Draft, VerifiedStep
+from ....runtime.feeding.draft import NO_DRAFT, Draft, VerifiedStep
 from ....runtime.speculate.level import Ids, Level
 from ....runtime.speculate.proposers.base import PROPOSERS, Proposer
 from ....runtime.speculate.proposers.hidden import best_of
@@ -56,14 +56,7 @@ class LongestBranch(VerifyRecord):
     longest that the target agrees with."""
 
     kind: ClassVar[str] = "longest"
-
-    def misfits(self, plan: DecodePlan) -> Iterator[str]:
-        """See `Record.misfits`: a drafter that begins otherwise."""
-        if plan.draft.kind != TargetFirstDraft.kind:
-            yield (
-                f"verify={self.brief} keeps what drafts begin with, and draft={plan.draft.brief} "
-                f"does not begin with the target's tokens: run draft_target_first"
-            )
+    begun: ClassVar[bool] = True
 
 
 @policy
@@ -71,8 +64,8 @@ class LongestBranch(VerifyRecord):
 class TargetFirstDraft(DraftRecord):
     """The plan's drafter, whose drafts begin with the target's own candidates (improved MCSD).
 
-    draft: predicts what follows them, level by level. Puts `LongestBranch` into the plan, too. As
-    many candidates as the plan's tree has in its first level.
+    draft: predicts what follows them, level by level. As many candidates as the plan's tree has in
+    its first level. Puts `LongestBranch` into a plan whose verifier is not one for such drafts.
     """
 
     draft: Filled[DraftRecord] = field(default_factory=NoDraft)
@@ -81,6 +74,7 @@ class TargetFirstDraft(DraftRecord):
     requires: ClassVar[frozenset[str]] = frozenset({"drafts", "trees"})
     provides: ClassVar[frozenset[str]] = frozenset()
     grows: ClassVar[bool] = True
+    begins: ClassVar[bool] = True
 
     @property
     def core(self) -> DraftRecord:
@@ -89,19 +83,21 @@ class TargetFirstDraft(DraftRecord):
     def into(self, plan: DecodePlan) -> DecodePlan:
         """See `Record.into`. Errors: `InputError` for a drafter that does not predict level by
         level, and for several."""
-        if not plan.draft.grows or plan.draft.parts or plan.draft.kind == self.kind:
+        if not plan.draft.grows or plan.draft.parts or plan.draft.begins:
             raise InputError(
                 f"expected one drafter that predicts level by level, such as draft_model, got "
                 f"draft={plan.draft.brief}"
             )
-        plan = LongestBranch().into(plan)
+        if not plan.verify.begun:
+            plan = LongestBranch().into(plan)
         return replace(plan, draft=replace(self, draft=plan.draft))
 
 
 @PROPOSERS.register(TargetFirstDraft)
 class TargetFirstProposer(Proposer):
     """firsts: f32[V] for each sequence, log probabilities that the next draft's first level is
-    taken from, after the user's options when sampling; None: the drafter's own are."""
+    taken from, after the user's options when sampling; None: the drafter's own are. rejects:
+    whether what a draft had behind its last node was rejected."""
 
     record: TargetFirstDraft
 
@@ -110,6 +106,7 @@ class TargetFirstProposer(Proposer):
         self.inner = self.follower = PROPOSERS.find(record.draft)(record.draft, setting)
         self.wants = tuple(dict.fromkeys((*self.inner.wants, "logits")))
         self.reads = self.inner.reads
+        self.rejects = setting.executable.program.plan.verify.kind == LongestBranch.kind
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         super().begin(prompts)
@@ -124,7 +121,8 @@ class TargetFirstProposer(Proposer):
             self.firsts[index] = None
             if node is not None:
                 row = logits[index, node + 1].to("cpu", torch.float32)
-                self.firsts[index] = following(row, draft, node, self.options)
+                rejected = draft if self.rejects else NO_DRAFT
+                self.firsts[index] = following(row, rejected, node, self.options)
 
     def root(self, count: int) -> Level:
         level = self.inner.root(count)
