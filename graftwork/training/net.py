@@ -42,7 +42,8 @@ def trained_parts(plan: DecodePlan) -> list[Record]:
     """Records of a plan with trainable weights: drafters and policies with heads. A draft model is
     not trained together with a policy that judges its drafts."""
     parts = [record for slot in fields(plan) for record in getattr(plan, slot.name).trains]
-    return [part for part in parts if not (plan.length.judges and _another_model(part))]
+    judged = plan.length.judges or plan.verify.judges
+    return [part for part in parts if not (judged and _another_model(part))]
 
 
 def _another_model(record: Record) -> bool:

@@ -24,7 +24,7 @@ class VerifyRecord(Record):
     whether it decides on every token by the text before it, whatever was drafted. told: whether it
     must be told what sampled chains were sampled from; else they are drawn as the text is. begun:
     whether it is for drafts that begin with the target's own tokens (`DraftRecord.begins`), and
-    chooses among these.
+    chooses among these. judges: it is trained on what another model drafts, which stays as it is.
     """
 
     slot: ClassVar[str] = "verify"
@@ -36,6 +36,7 @@ class VerifyRecord(Record):
     stays: ClassVar[bool] = False
     told: ClassVar[bool] = False
     begun: ClassVar[bool] = False
+    judges: ClassVar[bool] = False
 
     def along(self, plan: DecodePlan, guest: str) -> str:
         """A function that reads along. Errors: `InputError` for one that does not."""

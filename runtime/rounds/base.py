@@ -279,7 +279,7 @@ class Decoding:
         columns: where the values of each sequence's last token are.
         """
         own = self.own
-        verdicts = self.verifier.verify(StepToVerify(outputs, own, drafts[: len(own)]))
+        verdicts = self.verifier.verify(StepToVerify(outputs, own, drafts[: len(own)], columns))
         if any(draft.parents is not None for draft in drafts):
             past = [0 if text.done else text.rows for text in self.texts]
             self.feeder.keep(past, [verdict.path for verdict in self.paired(verdicts)])

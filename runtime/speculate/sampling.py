@@ -123,11 +123,13 @@ class StepToVerify(NamedTuple):
     """A step to be verified. outputs: ``logits`` [B,S,V] with S > the largest draft, or ``argmax``
     i64[B,S]: column 0 of a sequence is the target's view after its last committed token, column
     i + 1 that after draft node i. Behind the rows of the texts are those of their guides, if they
-    have any."""
+    have any. columns: of each sequence's last committed token in values a fed token, such as
+    states; (): the first."""
 
     outputs: Mapping[str, torch.Tensor]
     texts: Sequence[Text]
     drafts: Sequence[Draft]
+    columns: Sequence[int] = ()
 
 
 class Scorer:
@@ -153,7 +155,7 @@ class Scorer:
         """Scores f32[R,V] of a step's ``logits``, whose memory they may share, and each row's
         (sequence, node). Finished sequences give no rows. The rows of nodes that cannot be kept
         are logits as they are: nothing looks at them."""
-        outputs, texts, drafts = step
+        outputs, texts, drafts, _ = step
         owners = [
             (index, node)
             for index, text in enumerate(texts)
