@@ -68,6 +68,13 @@ def serve(
     pooling: Annotated[
         str, typer.Option(help="Of embeddings: mean of the tokens' states, or last.")
     ] = "mean",
+    learn: Annotated[
+        Path | None,
+        typer.Option(
+            help="New folder in which the drafter's trained weights go on learning from the texts "
+            "that are written.",
+        ),
+    ] = None,
     api_key_file: Annotated[
         Path | None,
         typer.Option(help="File with the clients' key (default: $GRAFTWORK_API_KEY, if set)."),
@@ -104,13 +111,12 @@ def serve(
                 seconds=timeout,
                 template=chats,
                 pooling=pooling,
-                **{
-                    "slots": slots,
-                    "queue": queue,
-                    "chunk": chunk,
-                    "context": context,
-                    "keep": keep << 20,
-                },
+                learn=learn,
+                slots=slots,
+                queue=queue,
+                chunk=chunk,
+                context=context,
+                keep=keep << 20,
             )
             app = app_of(service, key=key, most=max_body)
         err.print(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..chat.conversation import Conversation, ends_of_turn
 from ..chat.files import template_of
-from ..ir import GraftworkError, InputError
+from ..ir import GraftworkError, GraftworkWarning, InputError
 from ..ir.support.tokenizer import decode, encode
 from ..model import Model
 from ..runtime.reading import check_pooling
@@ -17,8 +19,12 @@ from .asked import Asked, ChatRequest, CompletionRequest
 from .choices import Choices, Prompt
 from .problems import Problem, problem_of
 
+# Late imports: what trains is imported where a server learns.
+
 if TYPE_CHECKING:
     from ..runtime.asking.request import Request
+    from ..runtime.serving.ticket import Ticket
+    from ..training.learner import Learner
 
 
 class Service:
@@ -26,7 +32,9 @@ class Service:
 
     usual: new tokens of a message if the request does not say; seconds: that a request may take.
     template: the chat template, instead of the checkpoint's. pooling: of embeddings, "mean" or
-    "last". Errors: those of `Engine`, and for a template or a pooling that is none.
+    "last". learn: a new folder, in which the drafter goes on learning from the texts that are
+    written (`Learner`); what it learned serves where no request runs. learner: options of that.
+    Errors: those of `Engine` and `Learner`, and for a template or a pooling that is none.
     """
 
     def __init__(
@@ -38,6 +46,8 @@ class Service:
         seconds: float | None = None,
         template: str | None = None,
         pooling: str = "mean",
+        learn: Path | None = None,
+        learner: Mapping[str, Any] | None = None,
         **engine: Any,
     ) -> None:
         self.model, self.name, self.usual, self.seconds = model, name, usual, seconds
@@ -46,7 +56,30 @@ class Service:
         self.pooling = pooling
         if template is not None:
             template_of(model.program, given=template)
+        self.learner: Learner | None = None
+        if learn is not None:
+            from ..training.learner import Learner
+
+            self.learner = Learner(
+                model, learn, background=True, ready=self._renew, **(learner or {})
+            )
+            engine["heard"] = self._hear
         self.engine = Engine(model.executable, **engine)
+
+    def _hear(self, ticket: Ticket) -> None:
+        """The learner hears of an answer. Pictures and rows are not read by what teaches."""
+        assert self.learner is not None
+        if ticket.pooling or ticket.request.pictures or ticket.request.embeds:
+            return
+        try:
+            self.learner.hear(ticket.text.tokens, ticket.text.prompt, ticket.foreseen)
+        except Exception as error:  # of an update: drafts stay as they were, and so do answers
+            warnings.warn(f"the drafter did not learn: {error}", GraftworkWarning, stacklevel=1)
+
+    def _renew(self, model: Model) -> None:
+        """Serve what was learned."""
+        self.engine.renew(model.executable)
+        self.model = model
 
     def check_name(self, asked: str | None) -> None:
         """Errors: `Problem` for another model than this one."""

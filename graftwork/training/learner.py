@@ -12,10 +12,12 @@ distributions are made anew when the drafter learns.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,6 +38,10 @@ from .teacher_cache import CachedWindows, Teacher
 
 if TYPE_CHECKING:
     from ..model import Model
+
+
+BEHIND = 10
+"""By how much an update beside generation stands behind it, as nice values go."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,14 @@ class Lesson(NamedTuple):
 
     tokens: list[int]
     taught: list[bool]
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], prompt: int, foreseen: Collection[int]) -> Lesson:
+        """Of a text whose first `prompt` tokens were given. foreseen: see `foreseen_by`."""
+        known = {prompt - 1 + place for place in foreseen}
+        places = range(len(tokens) - 1)
+        taught = [place >= prompt - 1 and place not in known for place in places]
+        return cls(list(tokens), [*taught, False])
 
 
 class _Piece(NamedTuple):
@@ -112,7 +126,8 @@ class Learner:
     background: updates run in a thread beside generation, which takes the new weights from its next
     call on; else `generate` returns when the update that is due is over. renewed: makes the model
     that serves of this folder, where it is another than the one that learns, such as one over int8
-    weights; the first is made at once. options: `LearnerOptions`.
+    weights; the first is made at once. ready: called by an update's thread, at its end, with the
+    model that serves from then on. options: `LearnerOptions`.
 
     Texts are held in memory until they are learned from, and nowhere else. One thread may use it at
     a time. Errors: `InputError` for options out of range, a folder that is not empty, and a model
@@ -126,13 +141,14 @@ class Learner:
         *,
         background: bool = False,
         renewed: Callable[[Path], Model] | None = None,
+        ready: Callable[[Model], None] | None = None,
         **options: Any,
     ) -> None:
         self.options, self.out = LearnerOptions(**options), plain_path("out", out)
         self.drafts = _students(model.program)
         if (self.out / checkpoint.STATE).exists():
             raise InputError(f"{self.out} holds a checkpoint already: choose another folder")
-        self.background, self.renewed = background, renewed
+        self.background, self.renewed, self.ready = background, renewed, ready
         self.updates: list[Update] = []
         self.lessons: list[Lesson] = []
         self.learning = model
@@ -156,13 +172,27 @@ class Learner:
         foreseen_by(self._noting.executable)  # of a call that failed
         found = self._noting.generate(ids, **asked)
         self._note(ids, asked, found if isinstance(found, torch.Tensor) else found.sequences)
-        if len(self.lessons) >= self.options.every and self._thread is None:
+        if self._is_due():
             self.learn(wait=False)
             if self._thread is not None and not self.background:
                 self._thread.join()
                 if self._made.error is None:  # else the next call says so: this text is good
                     self._take()
         return found
+
+    def hear(self, tokens: Sequence[int], prompt: int, foreseen: Collection[int]) -> None:
+        """A text that another one decoded, such as a server, with the model that serves. An update
+        that is due begins in a thread. tokens: prompt and new ones; prompt: how many of these it
+        is; foreseen: the new tokens that were drafted and accepted, counted from 0. Errors: those
+        of the update before."""
+        self._take()
+        self.lessons.append(Lesson.of(tokens, prompt, foreseen))
+        if self._is_due():
+            self.learn(wait=False)
+
+    def _is_due(self) -> bool:
+        """Whether an update is to begin."""
+        return len(self.lessons) >= self.options.every and self._thread is None
 
     def learn(self, *, wait: bool = True) -> None:
         """Learn from all texts since the last update. wait: until the new weights serve; else a
@@ -212,19 +242,16 @@ class Learner:
             new, prompt = row[: min([*ends, len(row)])], text.tokens
             while not ends and new and new[-1] == request.pad:  # it was stopped before others
                 new.pop()
-            known_places = {len(prompt) - 1 + place for place in known}
-            tokens = [*prompt, *new]
-            taught = [
-                place >= len(prompt) - 1 and place not in known_places
-                for place in range(len(tokens) - 1)
-            ]
-            self.lessons.append(Lesson(tokens, [*taught, False]))
+            self.lessons.append(Lesson.of([*prompt, *new], len(prompt), known))
 
     # -- updates
 
     @torch.enable_grad()
     def _learn(self, lessons: Sequence[Lesson]) -> None:
         """Teach the drafter; what comes of it goes to `_made`."""
+        if self.background:
+            with contextlib.suppress(OSError, AttributeError):  # where threads have no priorities
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BEHIND)
         try:
             begun, student = time.perf_counter(), self._taught()
             pieces = [piece for lesson in lessons for piece in self._pieces(student, lesson)]
@@ -245,6 +272,8 @@ class Learner:
             share = sum(taught) / len(taught)
             self.updates.append(Update(len(lessons), len(taught), share, losses, seconds))
             self._made.model = made
+            if self.ready is not None:
+                self.ready(made)
         except Exception as error:
             self._made.error, self._student = error, None  # whose weights may be spoilt
 

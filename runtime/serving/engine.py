@@ -9,6 +9,9 @@ together::
     step     each slot's draft -> one step over the slots from the first to the last that decodes
              -> each slot verifies its part, under its own options
 
+Another executable of the same model takes the place of this one where no request runs: none enters
+from then on until those that run are over (`Engine.renew`).
+
 A request enters and leaves at a step's boundary (Yu et al., "Orca", OSDI 2022), and a long prompt
 is cut so that others' steps do not wait for all of it (Agrawal et al., "SARATHI", 2023,
 arXiv 2308.16369). A piece runs beside the step, not inside it: steps are rectangles of tokens, and
@@ -20,7 +23,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -81,7 +84,8 @@ class Engine:
     slots: requests that are decoded at once. queue: those that may wait besides. chunk: tokens of
     prompts between two steps. context: tokens that a request may have, prompt included; as many as
     the model's context, or as there is memory for. keep: bytes of copies of earlier texts, for
-    prompts that begin so. The executable is the engine's until `close`.
+    prompts that begin so. heard: called by the engine's thread with each request that was answered;
+    must return at once and raise nothing. The executable is the engine's until `close`.
     Errors: `UnsupportedError` for a plan whose steps cannot be shared.
     """
 
@@ -94,19 +98,15 @@ class Engine:
         chunk: int = CHUNK,
         context: int | None = None,
         keep: int = MOST,
+        heard: Callable[[Ticket], None] | None = None,
     ) -> None:
         for name, number in (("slots", slots), ("queue", queue), ("chunk", chunk)):
             if number < 1:
                 raise InputError(f"{name}: expected 1 or more, got {number}")
-        executable = apart(executable)
-        if fault := not_shared(executable.program):
-            raise UnsupportedError(fault)
-        self.executable, self.program, self.queue = executable, executable.program, queue
-        self.chunk, self.count, self.keep = chunk, slots, keep
-        self.figures, self.clock = Figures(), time.monotonic
-        cache = CACHES.find(self.program.plan.cache)(self.program.plan.cache, executable)
-        # Filler would write over rows of blocks, and change what recurrences hold.
-        self.alone = cache.most is not None or self.program.recurrent
+        self.queue, self.chunk, self.count, self.keep = queue, chunk, slots, keep
+        self.figures, self.clock, self.heard = Figures(), time.monotonic, heard
+        self._take(_shareable(executable))
+        self._renewed: Executable | None = None
         most = self.program.info.context
         if context is not None and context > most:
             raise InputError(f"context={context}: the model's context is {most} tokens")
@@ -114,17 +114,15 @@ class Engine:
         self._waiting: deque[Ticket] = deque()
         self._changed = threading.Condition()
         self._closing = False
-        self._feeders: dict[tuple[int, int], Feeder] = {}
-        self.lengths = SharedLengths(executable)
         self._turns, self._given = 0, 0.0
-        ready: list[BaseException | None] = []
+        ready: list[Exception] = []
         self._ready = threading.Event()
         self._thread = threading.Thread(
             target=self._work, args=(ready,), name="graftwork-engine", daemon=True
         )
         self._thread.start()
         self._ready.wait()
-        if ready and ready[0] is not None:
+        if ready:
             raise ready[0]
 
     @property
@@ -195,6 +193,14 @@ class Engine:
             self._changed.notify()
         return ticket
 
+    def renew(self, executable: Executable) -> None:
+        """Decode with another executable of the same model, say one with a better drafter, from
+        when no request runs on; from any thread. Errors: `UnsupportedError` as for the first."""
+        executable = _shareable(executable)
+        with self._changed:
+            self._renewed = executable
+            self._changed.notify()
+
     def close(self) -> None:
         """End all requests, and give the executable back."""
         with self._changed:
@@ -209,27 +215,40 @@ class Engine:
     # -- the engine's thread
 
     @torch.no_grad()
-    def _work(self, ready: list[BaseException | None]) -> None:
-        with self.executable.turn:
-            try:
-                self._open()
-            except Exception as error:
-                ready.append(error)
-            finally:
-                self._ready.set()
-            if ready:
-                return
-            while self._wait():
-                begun = self.clock()
-                self._turn()
-                self.figures.busy += self.clock() - begun
-                if self.figures.busy - self._given >= GIVE_BACK:
-                    self._given = self.figures.busy
-                    give_back()
-            for slot in self._taken():
-                self._end(slot, Reason.CLOSED)
-            while ticket := self._next():
-                self._over(ticket, Reason.CLOSED)
+    def _work(self, ready: list[Exception]) -> None:
+        while not self._closing:
+            with self.executable.turn:
+                try:
+                    self._open()
+                except Exception as error:
+                    ready.append(error)
+                    self._closing = True
+                finally:
+                    self._ready.set()
+                while self._wait():
+                    begun = self.clock()
+                    self._turn()
+                    self.figures.busy += self.clock() - begun
+                    if self.figures.busy - self._given >= GIVE_BACK:
+                        self._given = self.figures.busy
+                        give_back()
+                for slot in self._taken():  # none where another executable comes
+                    self._end(slot, Reason.CLOSED)
+            if self._renewed is not None:
+                self._take(self._renewed)
+                self._renewed = None
+        while ticket := self._next():
+            self._over(ticket, Reason.CLOSED, ready[0] if ready else None)
+
+    def _take(self, executable: Executable) -> None:
+        """Decode with an executable from now on."""
+        self.executable, self.program = executable, executable.program
+        cache = CACHES.find(self.program.plan.cache)(self.program.plan.cache, executable)
+        # Filler would write over rows of blocks, and change what recurrences hold.
+        self.alone = cache.most is not None or self.program.recurrent
+        self.lengths = SharedLengths(executable)
+        self._feeders: dict[tuple[int, int], Feeder] = {}
+        self.slots: list[Slot] = []
 
     def _open(self) -> None:
         """Begin all sequences, with room for as long texts as there is memory for."""
@@ -246,10 +265,14 @@ class Engine:
             slot.kept.most = self.keep
 
     def _wait(self) -> bool:
-        """Until there is something to do; False: close."""
+        """Until there is something to do with this executable; False: there is none any more."""
+
+        def called() -> bool:
+            return bool(self._closing or self._renewed or self._waiting or self._taken())
+
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._waiting or self._taken())
-            return not self._closing
+            self._changed.wait_for(called)
+            return not self._closing and (self._renewed is None or bool(self._taken()))
 
     def _turn(self) -> None:
         """Requests come and go, a piece of a prompt, and a step."""
@@ -302,7 +325,8 @@ class Engine:
     def _admit(self) -> None:
         """Give free slots to waiting requests."""
         while free := [slot for slot in self.slots if slot.ticket is None]:
-            ticket = self._next()
+            # Those that run are the last ones of an executable that is replaced.
+            ticket = self._next() if self._renewed is None else None
             if ticket is None:
                 return
             slot = self._place(ticket, free)
@@ -427,6 +451,8 @@ class Engine:
         figures.accepted_tokens += stats.accepted_tokens
         stats.new_tokens = ticket.text.generated
         self._over(ticket, reason, error, stats)
+        if self.heard is not None and reason in (Reason.STOP, Reason.LENGTH):
+            self.heard(ticket)
 
     def _over(
         self, ticket: Ticket, reason: Reason, error: Exception | None = None, stats: Any = None
@@ -435,6 +461,14 @@ class Engine:
         self.figures.prompt_tokens += ticket.text.prompt if stats is not None else 0
         self.figures.new_tokens += ticket.text.generated
         ticket.ended(reason, stats, error)
+
+
+def _shareable(executable: Executable) -> Executable:
+    """`apart`. Errors: `UnsupportedError` for a plan whose steps requests cannot share."""
+    executable = apart(executable)
+    if fault := not_shared(executable.program):
+        raise UnsupportedError(fault)
+    return executable
 
 
 def apart(executable: Executable) -> Executable:

@@ -124,8 +124,10 @@ class Slot:
 
     def take(self, draft: Draft, fed: Sequence[int], outputs: Outputs, seconds: float) -> None:
         """Verify this sequence's part of a step."""
-        decoding = self.decoding
+        decoding, made = self.decoding, self.decoding.texts[0].generated
         self.taken = step = self.round.take([draft], [fed], outputs)
+        if self.ticket is not None:
+            self.ticket.foreseen += range(made, made + len(step.paths[0]))
         decoding.length.observe(step, self.drafting, seconds)
         decoding.stats.count(1, 1)
 

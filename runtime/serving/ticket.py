@@ -71,7 +71,7 @@ class Ticket:
     place, where the request asks for logits; it gets those of new tokens before `told` is called,
     which takes them out. scored: whether `prompt_likely` is to have the same of each token of the
     prompt but the first. pooling: the text is not continued: `states` f32[H] gets those of its
-    tokens, pooled so."""
+    tokens, pooled so. foreseen: the new tokens that were drafted and accepted, counted from 0."""
 
     request: Request
     told: Told
@@ -84,6 +84,7 @@ class Ticket:
     prompt_likely: list[Likely] = field(default_factory=list)
     pooling: str = ""
     states: torch.Tensor | None = None
+    foreseen: list[int] = field(default_factory=list)
     _cancelled: Event = field(default_factory=Event)
     _wake: Callable[[], None] = lambda: None
 
