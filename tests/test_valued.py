@@ -179,10 +179,14 @@ def test_the_recipe_by_name(folders: Path) -> None:
 def test_refusals(folders: Path) -> None:
     with pytest.raises(InputError, match="verify_valued"):
         gw.optimize(folders / "target", "transfer_q", draft=folders / "draft", target="eager")
-    passes = [
+    passes: list[Any] = [
         {"verify_valued": {"model": str(folders / "score")}},
         {"draft_model": {"model": str(folders / "draft")}},
     ]
-    recipe = {"name": "no", "extends": "baseline", "passes": passes}
+    recipe: dict[str, Any] = {"name": "no", "extends": "baseline", "passes": passes}
     with pytest.raises(PassError, match="begins otherwise: run draft_target_first"):
+        gw.optimize(folders / "target", gw.Recipe.load(recipe), target="eager")
+    more = ["accept_trees", "tree_sampled", "draft_target_first", "length_earned"]
+    recipe["passes"] = [*passes, *more]
+    with pytest.raises(PassError, match="gives such drafts up: leave that out"):
         gw.optimize(folders / "target", gw.Recipe.load(recipe), target="eager")

@@ -12,6 +12,8 @@ from ..backends.torch.emit import emit
 from ..backends.torch.rows import ROWS
 from ..ir import Function, InputError, Program, Weight, WeightStore, type_of
 from ..ir.ops import all_ops
+from ..ir.ops.numerics import dequantize
+from ..ir.ops.quantized import round_spans
 from ..ir.plan import CachedDraft, DecodePlan, Record
 from ..ir.plan.inputs import OPTIONAL, SEEN, whole_rows
 from ..ir.plan.length import LengthRecord
@@ -34,7 +36,36 @@ def _add_rms_norm_of_two(
     return _add_rms_norm(x.to(dtype), residual.to(dtype), weight, eps=eps)
 
 
-TRAINED = {**ROWS, torch.ops.graftwork.add_rms_norm.default: _add_rms_norm_of_two}
+def _quantized_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None = None,
+    codebook: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    bits: int,
+    group: int,
+    rounded: bool = True,
+    span: int = 0,
+) -> torch.Tensor:
+    """`quantized_linear` with sums that floats round, as gradients need no exact ones, which take a
+    hundred times as long. Activations are rounded, and their gradient is as if they were not."""
+    wide, size = x.float(), span or x.shape[-1]
+    if rounded:
+        steps, spans = round_spans(wide.detach(), size)
+        near = (steps.unflatten(-1, (-1, size)) * spans[..., None]).flatten(-2)
+        wide = wide + (near - wide.detach())
+    values = dequantize(weight, scale, offset, codebook, bits=bits)
+    known = None if bias is None else bias.float()
+    return torch.nn.functional.linear(wide, values, known).to(x.dtype)
+
+
+TRAINED = {
+    **ROWS,
+    torch.ops.graftwork.add_rms_norm.default: _add_rms_norm_of_two,
+    torch.ops.graftwork.quantized_linear.default: _quantized_linear,
+}
 """How ops run in training, see `emit`."""
 
 

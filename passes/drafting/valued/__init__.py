@@ -55,6 +55,14 @@ class Valued(VerifyRecord):
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         yield self.along(plan, self.guest), {self.guest: ("", "")}
 
+    def misfits(self, plan: DecodePlan) -> Iterator[str]:
+        """See `Record.misfits`: drafts that are left out where they bring no more tokens."""
+        if plan.length.gives_up:
+            yield (
+                f"verify={self.brief} keeps one token of a draft, whatever it costs, and length="
+                f"{plan.length.brief} gives such drafts up: leave that out"
+            )
+
 
 def values(draft: Draft, rewards: Sequence[float], ends: Collection[int]) -> dict[int, float]:
     """For each token that a draft begins with the mean reward of the texts below it. rewards: of
