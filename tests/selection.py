@@ -24,6 +24,7 @@ RARE = (
     "test_choosing.py::test_drafts_that_gain_less_than_noise_are_left_out",
     "test_choosing.py::test_what_is_chosen_runs",
     "test_codebooks.py::test_kernels_have_the_bits_of_the_meaning[x86-64]",
+    "test_contrast_model.py::test_drafts_and_few_bits_go_together_with_it[chains]",
     "test_cuda_provider.py::test_all_that_is_no_size_runs_on_the_device[bfloat16-names0]",
     "test_dola.py::test_drafts_and_few_bits_go_together_with_it[floats]",
     "test_dola.py::test_scores_are_the_papers[three-eager]",
@@ -41,10 +42,15 @@ RARE = (
     "test_input_embeds.py::test_rows_of_tokens_are_these_tokens[kv_int8]",
     "test_input_embeds.py::test_texts_are_those_of_transformers[granite]",
     "test_kept_conversations.py::test_random_calls_give_what_a_fresh_program_gives[suffix]",
+    "test_knob.py::test_a_refusal_is_kept_like_a_choice",
     "test_layers.py::test_layers_of_two_kinds",
     "test_learner.py::test_a_drafter_learns_the_texts_that_it_drafts",
+    "test_pairs.py::test_two_recipes_are_refused_or_right[layerskip+copyspec_recycling]",
+    "test_pictures.py::test_recipes[gemma3-recycling]",
+    "test_source_drafts.py::test_a_draft_sees_the_source[True]",
     "test_source_drafts.py::test_texts_leave_early[t5]",
     "test_torch_backend.py::test_quantized_weights_stay_bytes_and_give_the_same_logits[int8]",
+    "test_windows.py::test_rows_beyond_a_window_are_not_missed[draft2-torch]",
 )
 """Tests that take ten seconds or so each, and whose neighbours show the same of another case: they
 count as `long`."""
