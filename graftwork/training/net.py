@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -61,7 +61,7 @@ def _quantized_linear(
     return torch.nn.functional.linear(wide, values, known).to(x.dtype)
 
 
-TRAINED = {
+TRAINED: dict[Any, Callable[..., Any]] = {
     **ROWS,
     torch.ops.graftwork.add_rms_norm.default: _add_rms_norm_of_two,
     torch.ops.graftwork.quantized_linear.default: _quantized_linear,
