@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -159,3 +161,41 @@ def test_what_cannot_learn_is_refused_and_a_failed_update_harms_no_answer(
             service.engine.close()
     finally:
         service.engine.close()
+
+
+ENDING = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_learner import ASKED, DEMO, SAMPLE
+import graftwork as gw
+
+made = gw.optimize(DEMO, gw.Recipe.load("eagle").with_options([{weights!r}]), target="eager")
+learner = gw.Learner(made, {out!r}, background=True, every=1, passes=10_000)
+learner.generate(SAMPLE[:200], **ASKED)
+assert learner._thread is not None and learner._thread.is_alive()
+print("said")
+"""
+
+
+def test_a_process_ends_while_an_update_runs(drafting: gw.Model, tmp_path: Path) -> None:
+    """At once, and with nothing of the update; a server's end ends it, too."""
+    service = Service(
+        drafting, "demo", learn=tmp_path / "a", learner={"every": 1, "passes": 10_000}
+    )
+    assert service.learner is not None
+    before = (tmp_path / "a").exists()
+    client = Client().ask(service.engine, (some_ids(9, 1), {"max_new_tokens": 8, **GREEDY}))
+    assert client.reason() == Reason.LENGTH
+    service.close()
+    assert not service.learner.updates and (tmp_path / "a").exists() == before
+    weights = tmp_path / "given"
+    gw.Learner(drafting, weights, renewed=lambda folder: drafting)
+    script = ENDING.format(
+        tests=str(Path(__file__).parent),
+        weights=f"draft_eagle.weights={weights}",
+        out=str(tmp_path / "b"),
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "said\n"), done.stderr

@@ -35,13 +35,13 @@ Kind = TypeVar("Kind", bound=Asked)
 
 def app_of(service: Service, *, key: str | None = None, most: int = MOST_BODY) -> FastAPI:
     """The application. key: what clients must give as a bearer token. most: bytes of a body. The
-    service's engine is closed when the application shuts down."""
+    service is closed when the application shuts down."""
     metrics, tokens = Metrics(service.engine), TokenTexts(service.tokenizer)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(service.engine.close)
+        await asyncio.to_thread(service.close)
 
     app = FastAPI(
         title="graftwork", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None

@@ -66,6 +66,12 @@ class Service:
             engine["heard"] = self._hear
         self.engine = Engine(model.executable, **engine)
 
+    def close(self) -> None:
+        """End all requests, and an update that runs."""
+        self.engine.close()
+        if self.learner is not None:
+            self.learner.stop()
+
     def _hear(self, ticket: Ticket) -> None:
         """The learner hears of an answer. Pictures and rows are not read by what teaches."""
         assert self.learner is not None

@@ -12,11 +12,13 @@ distributions are made anew when the drafter learns.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -80,6 +82,10 @@ class Lesson(NamedTuple):
         places = range(len(tokens) - 1)
         taught = [place >= prompt - 1 and place not in known for place in places]
         return cls(list(tokens), [*taught, False])
+
+
+class _Stopped(Exception):
+    """An update is to end."""
 
 
 class _Piece(NamedTuple):
@@ -153,6 +159,7 @@ class Learner:
         self.lessons: list[Lesson] = []
         self.learning = model
         self._student: _Student | None = None
+        self._stopped = False
         self._thread: threading.Thread | None = None
         self._made = _Made()
         if renewed is not None:
@@ -190,9 +197,17 @@ class Learner:
         if self._is_due():
             self.learn(wait=False)
 
+    def stop(self) -> None:
+        """End an update that runs, without anything of it, and begin no more. The end of the
+        process does so, too: a thread that computes then would bring it down."""
+        self._stopped = True
+        if self._thread is not None:
+            self._thread.join()
+
     def _is_due(self) -> bool:
         """Whether an update is to begin."""
-        return len(self.lessons) >= self.options.every and self._thread is None
+        due = len(self.lessons) >= self.options.every
+        return due and self._thread is None and not self._stopped
 
     def learn(self, *, wait: bool = True) -> None:
         """Learn from all texts since the last update. wait: until the new weights serve; else a
@@ -204,6 +219,7 @@ class Learner:
         self._thread = threading.Thread(
             target=self._learn, args=(lessons,), name="graftwork-learner", daemon=True
         )
+        _LEARNERS.add(self)
         self._thread.start()
         if wait:
             self.finish()
@@ -274,11 +290,18 @@ class Learner:
             self._made.model = made
             if self.ready is not None:
                 self.ready(made)
+        except _Stopped:
+            self._student = None
         except Exception as error:
             self._made.error, self._student = error, None  # whose weights may be spoilt
 
+    def _go_on(self) -> None:
+        if self._stopped:
+            raise _Stopped
+
     def _pieces(self, student: _Student, lesson: Lesson) -> list[_Piece]:
         """A text in windows; those that teach nothing are left out."""
+        self._go_on()
         width = min(self.options.window, self.learning.program.info.context)
         device, found = student.net.device, []
         for first in range(0, len(lesson.tokens), width):
@@ -294,6 +317,7 @@ class Learner:
 
     def _step(self, student: _Student, pieces: Sequence[_Piece]) -> float:
         """One optimizer step; the loss before it."""
+        self._go_on()
         net, optimizer, total = student.net, student.optimizer, 0.0
         optimizer.zero_grad(set_to_none=True)
         plan = self.learning.program.plan
@@ -335,6 +359,16 @@ class Learner:
         heads = {name: net.tensors[name].detach() for name in names}
         moments = checkpoint.moments(student.optimizer, net.trained, net.parameters)
         checkpoint.write(self.out, student.progress, heads, moments)
+
+
+_LEARNERS: weakref.WeakSet[Learner] = weakref.WeakSet()
+"""Those that have begun an update."""
+
+
+@atexit.register
+def _stop_all() -> None:
+    for learner in list(_LEARNERS):
+        learner.stop()
 
 
 def _students(program: Program) -> list[Record]:
