@@ -24,14 +24,13 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ...ir import InputError, Program, UnsupportedError
-from ...ir.execution.executable import Executable, Planned
-from ...ir.plan import Fused, FusedDraft, Whole
+from ...ir import InputError
+from ...ir.execution.executable import Executable
 from ...ir.support.memory import give_back
 from ..asking.request import Request, read_request
 from ..cache.base import CACHES
@@ -39,9 +38,9 @@ from ..cache.conversations import MOST
 from ..feeding.draft import NO_DRAFT, Draft
 from ..feeding.feed import Feeder
 from ..feeding.outputs import Outputs
-from ..loop import settled
 from ..rounds.general import step_feed
 from .lengths import SharedLengths
+from .sharing import shareable
 from .slot import FREE, Slot
 from .ticket import QueueFull, Reason, Ticket, Told
 
@@ -105,7 +104,7 @@ class Engine:
                 raise InputError(f"{name}: expected 1 or more, got {number}")
         self.queue, self.chunk, self.count, self.keep = queue, chunk, slots, keep
         self.figures, self.clock, self.heard = Figures(), time.monotonic, heard
-        self._take(_shareable(executable))
+        self._take(shareable(executable))
         self._renewed: Executable | None = None
         most = self.program.info.context
         if context is not None and context > most:
@@ -196,7 +195,7 @@ class Engine:
     def renew(self, executable: Executable) -> None:
         """Decode with another executable of the same model, say one with a better drafter, from
         when no request runs on; from any thread. Errors: `UnsupportedError` as for the first."""
-        executable = _shareable(executable)
+        executable = shareable(executable)
         with self._changed:
             self._renewed = executable
             self._changed.notify()
@@ -461,41 +460,3 @@ class Engine:
         self.figures.prompt_tokens += ticket.text.prompt if stats is not None else 0
         self.figures.new_tokens += ticket.text.generated
         ticket.ended(reason, stats, error)
-
-
-def _shareable(executable: Executable) -> Executable:
-    """`apart`. Errors: `UnsupportedError` for a plan whose steps requests cannot share."""
-    executable = apart(executable)
-    if fault := not_shared(executable.program):
-        raise UnsupportedError(fault)
-    return executable
-
-
-def apart(executable: Executable) -> Executable:
-    """The executable without what a step does for the drafts of texts that all take part in it:
-    each request's are made for it alone."""
-    executable = settled(executable)
-    plan = executable.program.plan
-    if isinstance(plan.step, Fused) and isinstance(plan.draft, FusedDraft):
-        step, draft = Whole(plan.step.plain), plan.draft.draft
-        return Planned(executable, replace(plan, step=step, draft=draft))
-    return executable
-
-
-def not_shared(program: Program) -> str | None:
-    """Why requests cannot share the steps of a program; None if they can."""
-    plan = program.plan
-    cache = CACHES.find(plan.cache)
-    for fault, why in (
-        (plan.source.encoder, "its texts are written from sources"),
-        (plan.depth.stops, f"depth={plan.depth.kind}: how deep a step goes depends on its tokens"),
-        (len(plan.step.variants) > 1, f"step={plan.step.kind}: prompts run through other layers"),
-        (cache.shares, f"cache={plan.cache.kind}: rows are held once for texts that begin alike"),
-        (getattr(plan.cache, "least", None), f"cache={plan.cache.kind}: edited prompts"),
-    ):
-        if fault:
-            return (
-                f"{program.name} cannot be served with this recipe: {why}, which requests that "
-                f"come and go cannot share; take another recipe"
-            )
-    return None
