@@ -227,3 +227,13 @@ def test_texts_that_stop_are_learned_from_as_far_as_they_go(
     learner.generate(TEXTS[:3], stop_strings=["\n"], **ASKED)
     assert [lesson.tokens for lesson in learner.lessons] == alone
     assert len({len(lesson.tokens) for lesson in learner.lessons}) > 1
+
+
+def test_texts_that_wait_are_few(drafting: gw.Model, tmp_path: Path) -> None:
+    """Where more are written than can be learned from, the oldest are forgotten."""
+    learner = gw.Learner(drafting, tmp_path / "heads", every=2)
+    learner.stop()  # nobody learns
+    for token in range(30):
+        learner.hear([1, 2, token], 2, ())
+    assert [lesson.tokens[-1] for lesson in learner.lessons] == list(range(22, 30))
+    assert learner.lessons[0].taught == [False, True, False]

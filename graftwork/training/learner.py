@@ -46,6 +46,11 @@ BEHIND = 10
 """By how much an update beside generation stands behind it, as nice values go."""
 
 
+WAITING = 4
+"""Times `every` texts that wait for an update at most: where more come than can be learned from,
+the oldest are forgotten."""
+
+
 @dataclass(frozen=True)
 class LearnerOptions:
     """Options of `Learner`.
@@ -193,7 +198,7 @@ class Learner:
         is; foreseen: the new tokens that were drafted and accepted, counted from 0. Errors: those
         of the update before."""
         self._take()
-        self.lessons.append(Lesson.of(tokens, prompt, foreseen))
+        self._add(Lesson.of(tokens, prompt, foreseen))
         if self._is_due():
             self.learn(wait=False)
 
@@ -258,7 +263,11 @@ class Learner:
             new, prompt = row[: min([*ends, len(row)])], text.tokens
             while not ends and new and new[-1] == request.pad:  # it was stopped before others
                 new.pop()
-            self.lessons.append(Lesson.of([*prompt, *new], len(prompt), known))
+            self._add(Lesson.of([*prompt, *new], len(prompt), known))
+
+    def _add(self, lesson: Lesson) -> None:
+        self.lessons.append(lesson)
+        del self.lessons[: -WAITING * self.options.every]
 
     # -- updates
 

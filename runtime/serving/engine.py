@@ -233,9 +233,10 @@ class Engine:
                         give_back()
                 for slot in self._taken():  # none where another executable comes
                     self._end(slot, Reason.CLOSED)
-            if self._renewed is not None:
-                self._take(self._renewed)
-                self._renewed = None
+            with self._changed:
+                renewed, self._renewed = self._renewed, None
+            if renewed is not None:
+                self._take(renewed)
         while ticket := self._next():
             self._over(ticket, Reason.CLOSED, ready[0] if ready else None)
 

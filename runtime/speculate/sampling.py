@@ -181,6 +181,12 @@ class Scorer:
         """What processors are given for scores [R,V]: these."""
         return scores
 
+    def rescore(self, scores: torch.Tensor) -> None:
+        """Tokens of the last step are chosen by other scores f32[R,V] than `rows` gave."""
+        if self.records:
+            raw, _, places = self.last
+            self.last = raw, scores, places
+
     def record(self, index: int, text: Text, nodes: Sequence[int]) -> None:
         """Keep what a sequence's text chose its tokens by: after these nodes of the last step."""
         logits, scores, rows = self.last

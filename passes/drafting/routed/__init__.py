@@ -16,14 +16,14 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
-from ....ir import Program, Weight, WeightStore, run, type_of
+from ....ir import Program, run, type_of
 from ....ir.plan import Returned, VerifyRecord, record
 from ....ir.plan.bounds import Filled, Share
 from ....runtime.asking.checks import bad_logits
 from ....runtime.asking.options import GenerationOptions
 from ....runtime.asking.text import Text
 from ....runtime.speculate.sampling import StepToVerify
-from ....runtime.speculate.verifiers.base import GREEDY, SAMPLING, VERIFIERS, Verdict
+from ....runtime.speculate.verifiers.base import GREEDY, SAMPLING, VERIFIERS, Verdict, on_host
 from ....runtime.speculate.verifiers.greedy import GreedyVerifier
 from ....runtime.speculate.verifiers.keeping import Keeping
 from ....runtime.speculate.verifiers.rejection import RejectionVerifier
@@ -72,10 +72,8 @@ class _Routing(Keeping):
         self, record: Routed, program: Program, options: GenerationOptions, batch: int
     ) -> None:
         super().__init__(record, program, options, batch)
-        fn = program.function(record.function)
-        self.dtype = type_of(fn.input("hidden")).dtype
-        kept = {n: Weight.of(n, program.weights[n].load().to("cpu")) for n in fn.weights}
-        self.judge = program.replace(functions={fn.name: fn}, weights=WeightStore(kept))
+        self.judge = on_host(program, record.function)
+        self.dtype = type_of(self.judge.function(record.function).input("hidden")).dtype
         self.begins = (record.output,)
         self.seen: list[Text | None] = [None] * batch
         self.easy = [False] * batch

@@ -139,17 +139,12 @@ class ValuedGreedy(_Valuing, GreedyVerifier):
     def written(self, step: StepToVerify) -> list[Verdict]:
         return GreedyVerifier.verify(self, step)
 
-    def _from_logits(self, step: StepToVerify) -> list[list[int]]:
+    def _scored(self, step: StepToVerify) -> tuple[torch.Tensor, list[tuple[int, int]]]:
         scores, owners = self.scorer.rows(step)
         best(scores)  # that they are numbers
         scores = self.valued(scores.log_softmax(-1), [index for index, _ in owners])
-        if self.scorer.records:
-            raw, _, places = self.scorer.last
-            self.scorer.last = raw, scores, places
-        choices: list[list[int]] = [[] for _ in step.texts]
-        for (index, _), token in zip(owners, best(scores), strict=True):
-            choices[index].append(token)
-        return choices
+        self.scorer.rescore(scores)
+        return scores, owners
 
 
 @VERIFIERS.register(Valued, SAMPLING)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from ....ir import Program
+from ....ir import Program, Weight, WeightStore
 from ...asking.options import GenerationOptions
 from ...asking.request import Request
 from ...registry import Registry
@@ -59,6 +59,14 @@ class Verifier(ABC):
     def verify(self, step: StepToVerify) -> list[Verdict]:
         """The verdict on each sequence's draft; `NOTHING_GAINED` on finished sequences. Errors:
         `InputError` if the model returned no usable logits."""
+
+
+def on_host(program: Program, function: str) -> Program:
+    """The program of a small function alone, such as a head of few rows, with its weights on the
+    host, where the interpreter runs it."""
+    fn = program.function(function)
+    kept = {n: Weight.of(n, program.weights[n].load().to("cpu")) for n in fn.weights}
+    return program.replace(functions={fn.name: fn}, weights=WeightStore(kept))
 
 
 VERIFIERS: Registry[Verifier] = Registry(__package__)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+import torch
+
 from ....ir import Program
 from ....ir.plan import Lossless, Record
 from ...asking.options import GenerationOptions
@@ -61,11 +63,15 @@ class GreedyVerifier(Verifier):
         return Verdict(path, [*(draft.tokens[node] for node in path), last])
 
     def _from_logits(self, step: StepToVerify) -> list[list[int]]:
-        scores, owners = self.scorer.rows(step)
+        scores, owners = self._scored(step)
         choices: list[list[int]] = [[] for _ in step.texts]
         for (index, _), token in zip(owners, best(scores), strict=True):
             choices[index].append(token)
         return choices
+
+    def _scored(self, step: StepToVerify) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+        """The scores that tokens are chosen by, see `Scorer.rows`."""
+        return self.scorer.rows(step)
 
 
 def _branch(row: list[int], draft: Draft) -> list[int]:

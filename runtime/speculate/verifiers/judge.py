@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ....ir import Program, Weight, WeightStore, run, type_of
+from ....ir import Program, run, type_of
 from ....ir.plan import Judge
 from ...asking.options import GenerationOptions
 from ...feeding.draft import Draft
 from ..sampling import StepToVerify
-from .base import GREEDY, NOTHING_GAINED, SAMPLING, VERIFIERS, Verdict, Verifier
+from .base import GREEDY, NOTHING_GAINED, SAMPLING, VERIFIERS, Verdict, Verifier, on_host
 from .greedy import GreedyVerifier
 from .rejection import RejectionVerifier
 
@@ -33,10 +33,8 @@ class _Judging(Verifier):
     ) -> None:
         super().__init__(record, program, options, batch)
         self.scorer.best_only = False
-        fn = program.function(record.function)
-        self.dtype = type_of(fn.input("hidden")).dtype
-        kept = {n: Weight.of(n, program.weights[n].load().to("cpu")) for n in fn.weights}
-        self.judge = program.replace(functions={fn.name: fn}, weights=WeightStore(kept))
+        self.judge = on_host(program, record.function)
+        self.dtype = type_of(self.judge.function(record.function).input("hidden")).dtype
         self.fetch = (*self.fetch, record.output)
 
     def judged(self, step: StepToVerify) -> list[frozenset[int]]:

@@ -74,19 +74,14 @@ class SuspicionGreedy(_Suspecting, GreedyVerifier):
 
     argmax_suffices: ClassVar[bool] = False
 
-    def _from_logits(self, step: StepToVerify) -> list[list[int]]:
+    def _scored(self, step: StepToVerify) -> tuple[torch.Tensor, list[tuple[int, int]]]:
         scores, owners = self.scorer.rows(step)
         picked = torch.tensor(best(scores))[:, None]
         wrong = self.suspected(step, owners).gather(1, picked)
         if bool(wrong.any()):
             scores = torch.where(wrong, self.reference(step), scores)
-            if self.scorer.records:
-                raw, _, places = self.scorer.last
-                self.scorer.last = raw, scores, places
-        choices: list[list[int]] = [[] for _ in step.texts]
-        for (index, _), token in zip(owners, best(scores), strict=True):
-            choices[index].append(token)
-        return choices
+            self.scorer.rescore(scores)
+        return scores, owners
 
 
 @VERIFIERS.register(Suspicion, SAMPLING)
