@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.fx
 from tiny import cached_llama
 
+from graftwork.backends.torch.compiled import any_size, inductor
 from graftwork.backends.torch.emit import emit
-from graftwork.backends.torch.regions import outline_repeats
+from graftwork.backends.torch.regions import LEAST, cut_repeats
+from graftwork.ir import TensorType
 
 
 def traced(function) -> torch.fx.GraphModule:
@@ -15,14 +19,19 @@ def traced(function) -> torch.fx.GraphModule:
 
 
 def regions(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    return [node for node in module.graph.nodes if node.op == "call_module"]
+    """Calls of the piece that is called most, where that is more than once."""
+    by_piece: dict[str, list[torch.fx.Node]] = {}
+    for node in module.graph.find_nodes(op="call_module"):
+        by_piece.setdefault(str(node.target), []).append(node)
+    most = max(by_piece.values(), key=len, default=[])
+    return most if len(most) > 1 else []
 
 
 def check(function, count: int, *inputs: torch.Tensor) -> list[torch.fx.Node]:
     """The outlined function still computes the same, with so many calls of a region."""
     module = traced(function)
     want = module(*inputs)
-    outline_repeats(module, least=2)
+    cut_repeats(module, least=2)
     torch.testing.assert_close(module(*inputs), want, rtol=0, atol=0)
     assert len(regions(module)) == count
     return regions(module)
@@ -82,8 +91,8 @@ def test_parts_that_read_other_sizes_are_other_parts():
     for sizes, count in (("f32[C]", 2), ("f32[C.2]", 0)):
         module = traced(two)
         _, a, b = (node for node in module.graph.nodes if node.op == "placeholder")
-        a.meta["sizes"], b.meta["sizes"] = "f32[C]", sizes
-        outline_repeats(module, least=2)
+        a.meta["type"], b.meta["type"] = "f32[C]", sizes
+        cut_repeats(module, least=2)
         assert len(regions(module)) == count
 
 
@@ -112,15 +121,22 @@ def test_the_layers_of_a_model_are_outlined():
     step = program.function("step")
     weights = {name: weight.load() for name, weight in program.weights.items()}
     module = emit(step, weights, list(program.states), ("logits",))
-    outline_repeats(module)
+    cut_repeats(module)
     assert len(regions(module)) >= 3
-    left = [node for node in module.graph.nodes if node.op == "call_function"]
+    called = {str(call.target) for call in regions(module)}
+    left = [
+        node
+        for name, piece in module.named_children()
+        if name not in called
+        for node in piece.graph.nodes
+        if node.op == "call_function"
+    ]
     assert len(left) < 40, "what is left is less than two layers"
 
 
 def test_small_parts_stay_where_they_fuse():
     module = traced(lambda x: torch.sin(torch.cos(torch.sin(torch.cos(x)))))
-    outline_repeats(module)
+    cut_repeats(module)
     assert not regions(module)
 
 
@@ -133,3 +149,42 @@ def test_parts_of_which_one_reads_a_value_twice_are_no_copies():
         return x
 
     check(two, 0, X, X + 1, X + 2)
+
+
+def compiled(count: int, x: str):
+    """So many equal layers, compiled; and what they compute."""
+    graph = torch.fx.Graph()
+    value = graph.placeholder("x")
+    weights = [graph.placeholder(f"weight_{n}") for n in range(count)]
+    value = graph.call_function(torch.exp, (value,))
+    for weight in weights:
+        for _ in range(LEAST):
+            value = graph.call_function(torch.sub, (value, weight))
+        value = graph.call_function(torch.tanh, (value,))
+    for node in graph.nodes:
+        node.meta["type"] = TensorType.parse("f32[4]" if node in weights else x)
+    graph.output((value,))
+    module = torch.fx.GraphModule({}, graph)
+    return inductor(copy.deepcopy(module)), module
+
+
+def test_layers_whose_tensors_lie_otherwise_do_not_share_code():
+    """The compiler is told to check no tensor: another layout would be read as if it were one."""
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)).t()
+    for place in range(5):
+        weights = [torch.arange(8.0)[:4] / 9] * 4
+        if place < 4:
+            weights[place] = (torch.arange(8.0) / 7)[::2]
+        step, want = compiled(4, "f32[3,4]")
+        torch.testing.assert_close(step(x, *weights), want(x, *weights))
+
+
+def test_pieces_take_what_others_return_of_any_size():
+    """Or each length of a prompt would be compiled, or worse, taken for the first one."""
+    step, want = compiled(3, "f32[T,4]")
+    weights = [torch.arange(4.0) / n for n in (5, 6, 7)]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for rows in (5, 9, 3):
+            x = torch.ones(rows, 4)
+            any_size(x, 0)
+            torch.testing.assert_close(step(x, *weights), want(x, *weights))

@@ -9,7 +9,11 @@ from typing import Any
 import torch
 
 from ...ir.support.threads import traces
-from .regions import outline_repeats
+from .regions import cut_repeats
+
+CHECKED = ("SHAPE_ENV", "DUPLICATE_INPUT", "GLOBAL_STATE", "GRAD_MODE", "DETERMINISTIC_ALGORITHMS")
+"""What may change between calls of compiled code. Of some hundred other assumptions, such as that a
+function of a library is still the same, each call of a layer would check all."""
 
 
 def inductor(module: torch.fx.GraphModule) -> Compiled:
@@ -17,15 +21,62 @@ def inductor(module: torch.fx.GraphModule) -> Compiled:
 
     The executable calls each compiled module with inputs of one shape, dtype and layout; only the
     caches grow. What the compiler assumed about sizes and global state (such as the number of
-    threads, for which it allocates) is checked.
+    threads, for which it allocates) is checked. Pieces are compiled one by one: calls of a piece
+    within what is compiled would be traced and typed again, layer by layer. What a piece returns
+    of any size is taken as that by the next.
     """
     weights = _lift_weights(module)
-    outline_repeats(module)
+    cut_repeats(module)
+    pieces = dict(module.named_children())
+    if not pieces:
+        return Compiled(_compiled(module), weights)
+    calls = {name: PieceCalls(piece) for name, piece in pieces.items()}
+    for number, node in enumerate(module.graph.find_nodes(op="call_module")):
+        one = calls[str(node.target)].another()
+        node.target = f"call_{number}"
+        setattr(module, node.target, one)
+    for name in pieces:
+        delattr(module, name)
+    module.recompile()
+    return Compiled(module.forward, weights)
+
+
+def _compiled(module: torch.fx.GraphModule) -> Callable[..., Any]:
     options: dict[str, Any] = {
         "size_asserts": False,
-        "guard_filter_fn": lambda guards: [g.guard_type != "TENSOR_MATCH" for g in guards],
+        "guard_filter_fn": lambda guards: [g.guard_type in CHECKED for g in guards],
     }
-    return Compiled(torch.compile(module, fullgraph=True, options=options), weights)
+    compiled: Callable[..., Any] = torch.compile(module.forward, fullgraph=True, options=options)
+    return compiled
+
+
+class PieceCalls:
+    """What a piece is compiled to: once for all of its calls whose tensors lie alike."""
+
+    def __init__(self, piece: torch.nn.Module) -> None:
+        assert isinstance(piece, torch.fx.GraphModule)
+        self.piece = piece
+        self.codes: dict[object, Callable[..., Any]] = {}
+
+    def another(self) -> Callable[..., Any]:
+        """One of the calls, to be made in every step."""
+        code: Callable[..., Any] | None = None
+
+        def call(*values: torch.Tensor) -> Any:
+            nonlocal code
+            if code is None:
+                code = self._code(values)
+            return code(*values)
+
+        return call
+
+    def _code(self, values: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
+        # Layouts of one step can be compared: its symbols have one size each.
+        layouts = tuple((value.dtype, value.shape, value.stride()) for value in values)
+        if layouts not in self.codes:
+            # Of a module of its own, since the compiler keeps what it made by the Python code.
+            self.codes[layouts] = _compiled(torch.fx.GraphModule({}, self.piece.graph))
+        return self.codes[layouts]
 
 
 @dataclass(frozen=True)
@@ -64,6 +115,7 @@ def _lift_weights(module: torch.fx.GraphModule) -> list[torch.Tensor]:
         weights.append(getattr(module, str(node.target)))
         with graph.inserting_after(after):
             after = graph.placeholder(f"weight_{len(weights)}")
+        after.meta.update(node.meta)
         node.replace_all_uses_with(after)
         graph.erase_node(node)
     module.recompile()

@@ -10,7 +10,7 @@ import torch
 import torch.fx
 from torch.fx.node import map_aggregate
 
-from ...ir import Function, Sym, UnsupportedError, cone, type_of
+from ...ir import Function, Sym, TensorType, UnsupportedError, cone, type_of
 from ...ir.ops import op_of
 from .rows import ROWS, Row, cache_write_
 
@@ -83,12 +83,11 @@ class _Builder:
             return
         # Numbered: fx writes code with these names, where an input called self would be another's.
         given = self.values[node] = self.graph.placeholder(f"input_{len(self.values)}")
-        given.meta["sizes"] = str(type_of(node))
+        given.meta["type"] = type_of(node)
         for axis, dim in enumerate(type_of(node).dims):
             if isinstance(dim, Sym) and dim.plain and dim.text not in self.sizes:
                 size = torch.ops.aten.sym_size.int
                 self.sizes[dim.text] = self.graph.call_function(size, (given, axis))
-                self.sizes[dim.text].meta["sizes"] = dim.text
 
     def _emit(self, node: torch.fx.Node) -> torch.fx.Node:
         if node.op == "get_attr":
@@ -98,7 +97,10 @@ class _Builder:
             return marked
         args = map_aggregate(node.args, self._value)
         kwargs = map_aggregate(node.kwargs, self._value)
-        return self.graph.call_function(self._how(node), *self._placed(node.target, args, kwargs))
+        placed = self._placed(node.target, args, kwargs)
+        emitted = self.graph.call_function(self._how(node), *placed)
+        emitted.meta["type"] = node.meta["type"]
+        return emitted
 
     def _placed(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Arguments with the device where what an op makes belongs, if the op asks for one."""
@@ -114,7 +116,9 @@ class _Builder:
     def _constant(self, value: torch.Tensor) -> torch.fx.Node:
         key = f"w{len(self.attributes)}"
         self.attributes[key] = value
-        return self.graph.get_attr(key)
+        constant = self.graph.get_attr(key)
+        constant.meta["type"] = TensorType.of(value)
+        return constant
 
     def _value(self, arg: Any) -> Any:
         if isinstance(arg, torch.fx.Node):

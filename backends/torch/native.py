@@ -52,7 +52,7 @@ class Kernel:
             Kernel.watched(self, arguments)
         Run([(self.address, arguments)])()
 
-    @property
+    @functools.cached_property
     def address(self) -> int:
         """Where its code is."""
         return address_in(library_of(self.sources), self.name)
@@ -61,7 +61,7 @@ class Kernel:
 class OwnKernel(Kernel):
     """The kernel of graftwork's op of a name, see `kernels/door.h`."""
 
-    @property
+    @functools.cached_property
     def address(self) -> int:
         """Where its code is."""
         return entries(self.name).with_threads
@@ -87,12 +87,13 @@ class Run:
         self._count = ctypes.c_int64(len(calls))
 
     def _number(self, argument: Argument) -> int:
-        if isinstance(argument, Tensor):
-            return argument.data_ptr()
+        # Whole numbers first: most are, and asking torch what is a tensor takes longest.
+        if argument is None or isinstance(argument, int):
+            return int(argument or 0)
         if isinstance(argument, float):
             self._kept.append(ctypes.c_float(argument))
             return ctypes.addressof(self._kept[-1])
-        return argument or 0
+        return argument.data_ptr()
 
     def __call__(self) -> None:
         thrown = self._run(self._calls, self._count)

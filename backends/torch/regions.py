@@ -1,4 +1,4 @@
-"""Repeated parts of a module, its layers, become calls of one region that is compiled once.
+"""Repeated parts of a module, its layers, become calls of one piece that is compiled once.
 
 torch.compile would translate every layer anew, and that is most of the time it takes.
 """
@@ -19,21 +19,58 @@ Copies = list[list[Node]]
 
 
 LEAST = 12
-"""Operations of a part that is worth a region; smaller ones gain more by fusing with others."""
+"""Operations of a part that is worth a piece of its own; smaller ones gain more by fusing with
+others."""
 
 
-def outline_repeats(module: torch.fx.GraphModule, least: int = LEAST) -> None:
-    """Make its longest row of equal parts calls of one nested region.
+SIZE = torch.ops.aten.sym_size.int
+
+
+def cut_repeats(module: torch.fx.GraphModule, least: int = LEAST) -> None:
+    """Make its longest row of equal parts calls of one submodule, and what is before and after
+    them calls of others, which are cut likewise.
 
     Parts are equal if they do the same operations with the same constants on their own results
-    and on corresponding values from outside. A module in which nothing repeats stays as it is.
+    and on corresponding values from outside. Tensors alone cross the borders: each part reads
+    their sizes for itself. A module in which nothing repeats stays as it is.
     """
+    _read_sizes_where_used(module.graph)
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
-    rows = _rows(calls, least)
-    faces = (face for row in rows if (face := _best_cut(calls, *row)) is not None)
-    face = next(faces, None)
-    if face is not None:
-        _call_region(module, face)
+    faces = list(_pieces(calls, least))
+    if any(len(face.copies) > 1 for face in faces):
+        new: dict[Node, Node] = {}
+        for face, part in [(face, _part(face)) for face in faces]:
+            _call_piece(module, face, part, new)
+        module.graph.lint()
+        module.recompile()
+
+
+def _pieces(calls: Sequence[Node], least: int) -> Iterator[_Interface]:
+    """The parts into which calls are cut, in order."""
+    for start, end, length in _rows(calls, least):
+        face = _best_cut(calls, start, end, length)
+        if face is None:
+            continue
+        at = calls.index(face.copies[0][0])
+        rest = calls[:at], calls[at + len(face.copies) * length :]
+        if all(not part or _interface([list(part)]) is not None for part in rest):
+            yield from _pieces(rest[0], least)
+            yield face
+            yield from _pieces(rest[1], least)
+            return
+    whole = _interface([list(calls)]) if calls else None
+    if whole is not None:
+        yield whole
+
+
+def _read_sizes_where_used(graph: torch.fx.Graph) -> None:
+    """Every reader of a size gets a call of its own that reads it."""
+    for size in graph.find_nodes(op="call_function", target=SIZE):
+        for user in list(size.users):
+            with graph.inserting_before(user):
+                own = graph.call_function(SIZE, size.args)
+            user.replace_input_with(size, own)
+        graph.erase_node(size)
 
 
 @dataclass(frozen=True)
@@ -72,9 +109,9 @@ def _rows(calls: Sequence[Node], least: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _kind(node: Node) -> str:
-    """The operation and all of its arguments but values, of which those from outside tell their
-    sizes, by symbol: a region is compiled for one set of them."""
-    said = map_arg((node.args, node.kwargs), lambda value: value.meta.get("sizes", "%"))
+    """The operation and all of its arguments, of values what is known of their types, by symbol: a
+    piece is compiled for one set of them."""
+    said = map_arg((node.args, node.kwargs), lambda value: str(value.meta.get("type", "%")))
     return repr((id(node.target), said))
 
 
@@ -100,7 +137,7 @@ def _interface(copies: Copies) -> _Interface | None:
                 return None
             if inside == {None}:
                 arguments[values] = None
-    # A copy that reads one value where another reads two: torch gives it to the region once.
+    # A copy that reads one value where another reads two: what is compiled takes it for another.
     if any(len(set(own)) < len(own) for own in zip(*arguments, strict=True)):
         return None
     results = [
@@ -110,13 +147,20 @@ def _interface(copies: Copies) -> _Interface | None:
             user not in own for own, node in zip(places, twins, strict=True) for user in node.users
         )
     ]
-    if any(_is_tuple(node) for copy in copies for node in map(copy.__getitem__, results)):
+    if not all(_is_tensor(node) for copy in copies for node in map(copy.__getitem__, results)):
         return None
     return _Interface(copies, list(arguments), results)
 
 
-def _is_tuple(node: Node) -> bool:
-    return all(user.target is operator.getitem for user in node.users)
+def _is_tensor(node: Node) -> bool:
+    """Not a tuple, nor a size or what is computed of sizes."""
+    return not _is_number(node) and any(u.target is not operator.getitem for u in node.users)
+
+
+def _is_number(node: Node) -> bool:
+    own = node.all_input_nodes
+    computed = getattr(node.target, "__module__", "") == "_operator" and bool(own)
+    return node.target is SIZE or (computed and all(map(_is_number, own)))
 
 
 def _values(node: Node) -> list[Node]:
@@ -126,33 +170,25 @@ def _values(node: Node) -> list[Node]:
     return found
 
 
-def _call_region(module: torch.fx.GraphModule, face: _Interface) -> None:
-    module.add_submodule("region", _Region(_part(face)))
-    graph = module.graph
-    new: dict[Node, Node] = {}
+def _call_piece(
+    module: torch.fx.GraphModule,
+    face: _Interface,
+    part: torch.fx.GraphModule,
+    new: dict[Node, Node],
+) -> None:
+    """new: what stands for the nodes that are in pieces already; grows by those of this one."""
+    name, graph = f"piece_{len(list(module.children()))}", module.graph
+    module.add_submodule(name, part)
     for index, copy in enumerate(face.copies):
         taken = [values[index] for values in face.arguments]
         with graph.inserting_after(copy[-1]):
-            call = graph.call_module("region", tuple(new.get(value, value) for value in taken))
+            call = graph.call_module(name, tuple(new.get(value, value) for value in taken))
         for number, place in reversed(list(enumerate(face.results))):
             with graph.inserting_after(call):
                 new[copy[place]] = graph.call_function(operator.getitem, (call, number))
             copy[place].replace_all_uses_with(new[copy[place]])
         for node in reversed(copy):
             graph.erase_node(node)
-    graph.lint()
-    module.recompile()
-
-
-class _Region(torch.nn.Module):
-    def __init__(self, part: torch.fx.GraphModule) -> None:
-        super().__init__()
-        self.part = part
-
-    @torch.compiler.nested_compile_region
-    def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        results: tuple[torch.Tensor, ...] = self.part(*values)
-        return results
 
 
 def _part(face: _Interface) -> torch.fx.GraphModule:
