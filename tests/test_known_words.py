@@ -269,6 +269,10 @@ def test_progress_says_what_held_out_windows_promise(
     steps = [state for state in seen if state.phase == "training"]
     assert len(steps) == 36 and all(1 <= state.accepted <= 3 for state in steps)
     assert len({state.accepted for state in steps}) > 1 and steps[-1].rate > 0
+    before, after = seen[: seen.index(steps[0])], seen[seen.index(steps[-1]) + 1 :]
+    assert [state.phase for state in before[-2:]] == ["preparing", "first step"]
+    assert after[0].phase == "opening the trained model" and len(after) > 1
+    assert all(state.phase == "measuring" and state.share < 1 for state in after[1:])
 
 
 def _fit_module() -> Any:

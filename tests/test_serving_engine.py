@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,9 @@ from graftwork.ir import InputError, UnsupportedError
 from graftwork.runtime.feeding.draft import Draft, VerifiedStep
 from graftwork.runtime.serving import engine as engines
 from graftwork.runtime.serving.engine import Engine
+from graftwork.runtime.serving.joined import JoinedDrafts
 from graftwork.runtime.serving.lengths import SharedLengths
+from graftwork.runtime.serving.slot import Slot
 from graftwork.runtime.serving.ticket import End, QueueFull, Reason, Ticket
 from graftwork.runtime.speculate.lengths import LENGTHS
 
@@ -165,6 +168,77 @@ def test_drafts_and_caches_work_as_alone(recipe: str, target: str) -> None:
 
 UNTAUGHT = ("medusa", "eagle2", "eagle_chain")
 """Recipes whose heads nobody has trained: what they draft is chance."""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "target"),
+    [
+        ("draft_model", "onnxruntime"),
+        ("eagle_chain", "onnxruntime"),
+        ("eagle2", "eager"),
+        pytest.param("eagle2", "onnxruntime", marks=pytest.mark.long),
+        pytest.param("draft_model", "torch", marks=pytest.mark.long),
+    ],
+)
+def test_drafts_of_several_requests_are_made_together(
+    recipe: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none takes the time in which others are made for its own."""
+    make, walls, shares = JoinedDrafts.make, [], []
+
+    def timed(drafts: JoinedDrafts, slots: Sequence[Slot], draft: Any) -> list[Draft]:
+        begun = time.perf_counter()
+        made = make(drafts, slots, draft)
+        walls.append(time.perf_counter() - begun)
+        shares.append(sum(slot.drafting for slot in slots if slot.decodes))
+        return made
+
+    monkeypatch.setattr(JoinedDrafts, "make", timed)
+    other = DEMO if recipe == "draft_model" else None
+    made = gw.optimize(DEMO, recipe, target=f"{target}:cpu:float32", draft=other)
+    lengths = (5, 2, 9, 5, 40)  # the last one waits for a slot, and joins those that are left
+    options = {"do_sample": False, "eos_token_id": None}
+    asked = [
+        (some_ids(length, seed), options | {"max_new_tokens": 30 + 9 * (seed % 3)})
+        for seed, length in enumerate(lengths)
+    ]
+    asked[1][1].update(do_sample=True, seed=3)
+    wanted = alone(made, asked)
+    slots = 2 if target == "torch" else 4  # each number of texts is compiled
+    clients, engine = served(made, asked, slots=slots, chunk=256)
+    assert [client.tokens for client in clients] == wanted
+    assert engine.drafts.calls > engine.figures.steps / 3
+    assert all(share <= wall for share, wall in zip(shares, walls, strict=True))
+    assert engine.figures.accepted_tokens > 0 or recipe in UNTAUGHT
+
+
+def test_a_call_for_several_drafts_that_fails_ends_their_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = gw.optimize(DEMO, "baseline", target="eager", draft=DEMO)
+    asked = [(some_ids(9, seed), LONG | {"max_new_tokens": 40}) for seed in range(3)]
+    wanted = alone(made, asked)
+
+    made_ = JoinedDrafts._made
+    failed: list[int] = []
+
+    def fails_once(drafts: JoinedDrafts, first: int, calls: Sequence[Any]) -> Any:
+        if not failed:
+            failed.append(first)
+            raise RuntimeError("no memory")
+        return made_(drafts, first, calls)
+
+    monkeypatch.setattr(JoinedDrafts, "_made", fails_once)
+    engine = Engine(made.executable, slots=3, chunk=256)
+    clients = [Client().ask(engine, one) for one in asked]
+    ended = [client.reason() for client in clients]
+    assert ended.count(Reason.ERROR) >= 2
+    assert all(
+        c.end is not None and "no memory" in str(c.end.error) for c in clients if c.end.error
+    )
+    again = Client().ask(engine, asked[0])
+    assert again.reason() is Reason.LENGTH and again.tokens == wanted[0]
+    engine.close()
 
 
 @pytest.mark.parametrize("recipe", ["draft_model", "eagle2"])

@@ -218,6 +218,7 @@ class Fit:
             net.renew()
         pool = self._taught(self._teaching(net), numbers, kept, start)
         self.reader = pool.teacher.reader = None  # which may be large, too
+        self.progress(FitState("first step", 0.0))  # which may take minutes
         self.started = time.perf_counter()
         while not self._used_up(state):
             self._step(net, optimizer, pool, state)
@@ -226,8 +227,7 @@ class Fit:
         self._save(net, optimizer, state)
         pool.remove()
         trained = replace(self.model, program=net.trained_program(self.drafts))
-        self.progress(FitState("measuring", 1.0, state.step))
-        accepted = accepted_per_step(trained, self.held_out)
+        accepted = accepted_per_step(trained, self.held_out, told=self.progress)
         last = state.losses[-1] if state.losses else math.nan
         own = self._own_text(trained) if is_approximate(trained.program) else None
         return Fitted(trained, state.step, last, tuple(state.hits), accepted, own)
@@ -344,8 +344,8 @@ class Fit:
                 read = kept.read(name)
                 return read["tokens"], read["firsts"]
 
+            self.progress(FitState("preparing", count / len(numbers)))
             pool.add(number, windows)
-            self.progress(FitState("preparing", (count + 1) / len(numbers)))
         pool.held = HELD if pool.count >= 2 * SAMPLED * LARGER else 0
         return pool
 
@@ -455,13 +455,23 @@ def _name(number: int) -> str:
     return f"text.{number:06d}"
 
 
-def accepted_per_step(model: Model, documents: list[list[int]], count: int = 8) -> float:
+def accepted_per_step(
+    model: Model,
+    documents: list[list[int]],
+    count: int = 8,
+    told: Report = lambda state: None,
+) -> float:
     """Tokens per step of greedy continuations of held-out text, 64 tokens each, of whole drafts:
-    whether they pay is another question."""
+    whether they pay is another question. told: is called as this goes on."""
+    told(FitState("opening the trained model", 0.0))
     prompts, plan = held_out_prompts(model, documents, count), model.program.plan
     whole = Planned(model.executable, replace(plan, length=plan.length.steady))
-    stats = [continued(whole, p, room(model, p)).stats for p in prompts]
-    return sum(s.decoded_tokens for s in stats) / max(sum(s.sequence_steps for s in stats), 1)
+    tokens, steps = 0, 0
+    for number, prompt in enumerate(prompts):
+        told(FitState("measuring", number / len(prompts)))
+        stats = continued(whole, prompt, room(model, prompt)).stats
+        tokens, steps = tokens + stats.decoded_tokens, steps + stats.sequence_steps
+    return tokens / max(steps, 1)
 
 
 def held_out_prompts(model: Model, documents: list[list[int]], count: int = 8) -> list[list[int]]:

@@ -210,7 +210,7 @@ class Tuning(Fit):
         """Train, and measure the change."""
         original = replace(self.model, program=untuned(self.model.program))
         fitted = super().run(resume)
-        self.progress(FitState("measuring", 1.0, fitted.steps))
+        self.progress(FitState("measuring the change", 0.0))
         cost = cost_of(fitted.model, original, self.held_out, sample=MEASURED_WINDOWS)
         figures = cost.model_dump(include={"tokens", "divergence", "ratio", "error", "agreement"})
         change = Changed(**figures)

@@ -119,7 +119,7 @@ class Decoding:
         self.emitter = request.emitter()
         self.no_drafts = [NO_DRAFT] * batch
         self.grammars = any(text.grammar is not None for text in self.texts)
-        self.stats = Stats(target_layers=self.depth.total)
+        self.stats, self.away = Stats(target_layers=self.depth.total), 0.0
         # A step without states is none of a model's. What texts are written from a source holds of
         # them is nothing to texts from another one.
         self.sources, self.pictures = request.sources, request.pictures
@@ -219,8 +219,8 @@ class Decoding:
         self.stats.prefill_seconds = self.clock() - begun
 
     def clock(self) -> float:
-        """Seconds; what is done once and never again takes none."""
-        return perf_counter() - self.feeder.executable.preparing
+        """Seconds; what is done once and never again takes none, nor what is done for others."""
+        return perf_counter() - self.feeder.executable.preparing - self.away
 
     def _starts(self, rows: int) -> Sequence[Start | None]:
         """Begin; which conversation each text goes on from."""

@@ -39,6 +39,7 @@ from ..feeding.draft import NO_DRAFT, Draft
 from ..feeding.feed import Feeder
 from ..feeding.outputs import Outputs
 from ..rounds.general import step_feed
+from .joined import JoinedDrafts
 from .lengths import SharedLengths
 from .sharing import shareable
 from .slot import FREE, Slot
@@ -246,7 +247,7 @@ class Engine:
         cache = CACHES.find(self.program.plan.cache)(self.program.plan.cache, executable)
         # Filler would write over rows of blocks, and change what recurrences hold.
         self.alone = cache.most is not None or self.program.recurrent
-        self.lengths = SharedLengths(executable)
+        self.lengths, self.drafts = SharedLengths(executable), JoinedDrafts(executable)
         self._feeders: dict[tuple[int, int], Feeder] = {}
         self.slots: list[Slot] = []
 
@@ -377,7 +378,7 @@ class Engine:
         slots = self.slots[first : first + feeder.batch]
         rooms = [slot.decoding.texts[0].room for slot in live]
         self.lengths.decide(list(zip((s.decoding.length for s in live), rooms, strict=True)))
-        drafts = [self._drafted(slot) for slot in slots]  # settles rows, therefore first
+        drafts = self.drafts.make(slots, self._drafted)  # settles rows, therefore first
         if not (live := [slot for slot in live if slot.decodes]):
             return
         texts = [slot.decoding.texts[0] if slot.decodes else FREE for slot in slots]

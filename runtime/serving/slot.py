@@ -18,7 +18,7 @@ from ..reading import Reading
 from ..rounds.base import Decoding
 from ..rounds.general import GeneralRound
 from ..stats import Stats
-from .lengths import SharedLengths
+from .lengths import BoundPolicy, SharedLengths
 from .ticket import Reason, Ticket
 
 FREE = Text([0], 1, 1, done=True)
@@ -72,6 +72,12 @@ class Slot:
     def decodes(self) -> bool:
         """Whether it takes part in steps."""
         return self.ticket is not None and self._pieces is None
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it may draft in the next step, after `SharedLengths.decide`."""
+        length = self.decoding.length if self.decodes else None
+        return length is not None and not (isinstance(length, BoundPolicy) and not length.bound)
 
     @property
     def rows(self) -> int:

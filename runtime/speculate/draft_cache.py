@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -67,12 +68,68 @@ class DraftInputs:
             written(self.inputs["hidden"], hidden)
 
 
+@dataclass(frozen=True)
+class DraftCall:
+    """A call of a draft function: see `DraftCache.run`."""
+
+    tokens: Ids
+    positions: Ids
+    past: Sequence[int]
+    select: Ids
+    hidden: torch.Tensor | None = None
+    ancestors: Flags | None = None
+    seen: Ids | None = None
+    before: Ids | None = None
+    silent: bool = False
+
+    @classmethod
+    def of(cls, calls: Sequence[DraftCall]) -> DraftCall:
+        """Calls of the same inputs as one; what is shorter than others is filled up behind."""
+        made: dict[str, Any] = {name: _filled(calls, name) for name in FED}
+        if made["ancestors"] is not None:
+            for one, call in zip(made["ancestors"], calls, strict=True):
+                own = call.tokens.shape[1]
+                one[own:, own:] = np.eye(len(one) - own, dtype=np.bool_)
+        past = [rows for call in calls for rows in call.past]
+        return cls(**made, past=past, silent=calls[0].silent)
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """The inputs that it has not."""
+        return tuple(name for name in FED if getattr(self, name) is None)
+
+
+FED = ("tokens", "positions", "select", "hidden", "ancestors", "seen", "before")
+"""What has a row for each sequence, and along all other axes but the last ones its columns."""
+
+
+def _filled(calls: Sequence[DraftCall], name: str) -> Any:
+    """The values of several calls on top of each other, with zeros behind the shorter ones."""
+    values = [getattr(call, name) for call in calls]
+    if values[0] is None:
+        return None
+    shape = [max(sizes) for sizes in zip(*(value.shape for value in values), strict=True)]
+    shape[0] = len(values)
+    first = values[0]
+    filled = (
+        first.new_zeros(shape) if isinstance(first, torch.Tensor) else np.zeros(shape, first.dtype)
+    )
+    for row, value in zip(filled, values, strict=True):
+        row[tuple(map(slice, value.shape[1:]))] = value[0]
+    return filled
+
+
 class DraftCache:
     """Runs a function with caches. It knows nothing of what the rows mean; row r holds position r.
 
     ahead: rows that the function makes for itself beyond those of what it is fed. widest: tokens
-    that may be fed at once. Errors: `UnsupportedError` for a function without a cache.
+    that may be fed at once. joined: what makes a call together with those of other texts, or
+    returns None. Errors: `UnsupportedError` for a function without a cache.
     """
+
+    joined: ClassVar[Callable[[DraftCache, DraftCall], dict[str, torch.Tensor] | None] | None] = (
+        None
+    )
 
     def __init__(self, executable: Executable, function: str, *, ahead: int = 0) -> None:
         fn = executable.program.function(function)
@@ -106,22 +163,28 @@ class DraftCache:
         bool[B,N,N]; None: a chain. silent: only the rows are wanted. What the rows after a
         sequence's own hold must not matter.
         """
-        batch, count = tokens.shape
+        call = DraftCall(tokens, positions, past, select, hidden, ancestors, seen, before, silent)
+        made = None if DraftCache.joined is None else DraftCache.joined(self, call)
+        return self.make(call) if made is None else made
+
+    def make(self, asked: DraftCall) -> dict[str, torch.Tensor]:
+        """Make a call by itself."""
+        (batch, count), select, ancestors = asked.tokens.shape, asked.select, asked.ancestors
         width = self.widths.holding(count)
         if ancestors is not None and ANCESTORS not in self.takes:
             raise UnsupportedError(
                 f"the draft function {self.function} takes no ancestors, so it cannot draft trees: "
                 f"run the pass accept_trees, or draft a chain"
             )
-        rows = max(past) + width + self.ahead
+        rows = max(asked.past) + width + self.ahead
         if rows > self.executable.capacity:
             self.executable.reserve(rows)
         call = self._call(batch, width, select.shape[1], ancestors is not None)
-        given = {"tokens": tokens, "positions": positions, "past": past, "select": select}
-        given |= {} if seen is None else {SEEN: seen}
-        given |= {} if before is None else {BEFORE: before}
-        call.fill(given, hidden, ancestors)
-        fetch = () if silent else self.fetch
+        given = {name: getattr(asked, name) for name in ("tokens", "positions", "past", "select")}
+        given |= {} if asked.seen is None else {SEEN: asked.seen}
+        given |= {} if asked.before is None else {BEFORE: asked.before}
+        call.fill(given, asked.hidden, ancestors)
+        fetch = () if asked.silent else self.fetch
         if count > HELD:
             outputs: Mapping[str, torch.Tensor] = self.executable.run(
                 self.function, call.inputs, fetch
