@@ -207,9 +207,12 @@ def test_drafts_of_several_requests_are_made_together(
     slots = 2 if target == "torch" else 4  # each number of texts is compiled
     clients, engine = served(made, asked, slots=slots, chunk=256)
     assert [client.tokens for client in clients] == wanted
-    assert engine.drafts.calls > engine.figures.steps / 3
+    figures = engine.figures
+    assert engine.drafts.calls > figures.steps / 3
+    if recipe == "draft_model":  # the model itself: what it drafts for others is nothing of theirs
+        assert figures.accepted_tokens > 0.9 * figures.draft_tokens
     assert all(share <= wall for share, wall in zip(shares, walls, strict=True))
-    assert engine.figures.accepted_tokens > 0 or recipe in UNTAUGHT
+    assert figures.accepted_tokens > 0 or recipe in UNTAUGHT
 
 
 def test_a_call_for_several_drafts_that_fails_ends_their_requests(
