@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from archs import build
@@ -23,6 +24,7 @@ from graftwork.runtime.serving.joined import JoinedDrafts
 from graftwork.runtime.serving.lengths import SharedLengths
 from graftwork.runtime.serving.slot import Slot
 from graftwork.runtime.serving.ticket import End, QueueFull, Reason, Ticket
+from graftwork.runtime.speculate.draft_cache import DraftCall
 from graftwork.runtime.speculate.lengths import LENGTHS
 
 DEMO = "graftwork/demo_model"
@@ -213,6 +215,26 @@ def test_drafts_of_several_requests_are_made_together(
         assert figures.accepted_tokens > 0.9 * figures.draft_tokens
     assert all(share <= wall for share, wall in zip(shares, walls, strict=True))
     assert figures.accepted_tokens > 0 or recipe in UNTAUGHT
+
+
+def test_calls_of_several_texts_are_one_with_zeros_behind_the_shorter() -> None:
+    def call(count: int, past: int) -> DraftCall:
+        tokens = np.arange(count, dtype=np.int64)[None] + 5
+        tree = np.tri(count, dtype=np.bool_)[None]
+        tree[0, -1, 1:-1] = False  # a sibling
+        given = tokens, tokens + past, [past], np.array([[count - 1]])
+        return DraftCall(*given, torch.full((1, count, 2), float(count)), tree)
+
+    one = DraftCall.of([call(3, 4), call(1, 9)])
+    assert one.tokens.tolist() == [[5, 6, 7], [5, 0, 0]]
+    assert one.positions.tolist() == [[9, 10, 11], [14, 0, 0]]
+    assert (one.past, one.select.tolist()) == ([4, 9], [[2], [0]])
+    assert one.hidden is not None and one.hidden[..., 0].tolist() == [[3, 3, 3], [1, 0, 0]]
+    assert one.ancestors is not None and one.ancestors.astype(int).tolist() == [
+        [[1, 0, 0], [1, 1, 0], [1, 0, 1]],
+        [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    ]
+    assert one.absent == ("seen", "before") and not one.silent
 
 
 def test_a_call_for_several_drafts_that_fails_ends_their_requests(

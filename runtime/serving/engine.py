@@ -6,7 +6,7 @@ together::
 
     admit    waiting requests take free slots, the client with the fewest running ones first
     read     a piece of a prompt of at most `chunk` tokens, in its slot alone
-    step     each slot's draft -> one step over the slots from the first to the last that decodes
+    step     the slots' drafts -> one step over the slots from the first to the last that decodes
              -> each slot verifies its part, under its own options
 
 Another executable of the same model takes the place of this one where no request runs: none enters

@@ -81,11 +81,14 @@ class JoinedDrafts:
 
     def __init__(self, executable: Executable) -> None:
         self.executable, self.calls = executable, 0
+        # What is behind the shorter of two calls would be in a recurrence for good.
+        program = executable.program
+        self.joins = bool(program.plan.draft.cached) and not program.recurrent
         self.caches: dict[tuple[int, int, str, int], DraftCache] = {}
 
     def make(self, slots: Sequence[Slot], draft: Callable[[Slot], Draft]) -> list[Draft]:
         """The slots' drafts, each as `draft` makes it alone."""
-        if sum(slot.drafts for slot in slots) < 2 or self.executable.program.recurrent:
+        if sum(slot.drafts for slot in slots) < 2 or not self.joins:
             return [draft(slot) for slot in slots]
         drafting = {slot.index: Drafting(slot, draft) for slot in slots if slot.decodes}
         while waiting := [one for one in drafting.values() if one.asked is not None]:
