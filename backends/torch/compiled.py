@@ -12,8 +12,8 @@ from ...ir.support.threads import traces
 from .regions import cut_repeats
 
 CHECKED = ("SHAPE_ENV", "DUPLICATE_INPUT", "GLOBAL_STATE", "GRAD_MODE", "DETERMINISTIC_ALGORITHMS")
-"""What may change between calls of compiled code. Of some hundred other assumptions, such as that a
-function of a library is still the same, each call of a layer would check all."""
+"""Guards that are kept: what they check may change between calls. Some hundred others, such as that
+a library's function is still the same, would be checked in each call of a layer."""
 
 
 def inductor(module: torch.fx.GraphModule) -> Compiled:
@@ -21,9 +21,9 @@ def inductor(module: torch.fx.GraphModule) -> Compiled:
 
     The executable calls each compiled module with inputs of one shape, dtype and layout; only the
     caches grow. What the compiler assumed about sizes and global state (such as the number of
-    threads, for which it allocates) is checked. Pieces are compiled one by one: calls of a piece
-    within what is compiled would be traced and typed again, layer by layer. What a piece returns
-    of any size is taken as that by the next.
+    threads, for which it allocates) is checked. Pieces are compiled one by one: as nested regions
+    of one function, each layer's call would be traced and functionalized again. Axes that are
+    dynamic in what a piece returns are dynamic in the next.
     """
     weights = _lift_weights(module)
     cut_repeats(module)
