@@ -33,6 +33,7 @@ from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_model import DraftModel
 from graftwork.passes.drafting.falcon.graph import DraftFalcon
 from graftwork.passes.drafting.fuse_draft import FuseDraft
+from graftwork.passes.drafting.nested.graph import CutDraft
 from graftwork.passes.drafting.recycling import RecyclingDraft
 from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.drafting.unroll_draft import UnrollDraft
@@ -89,6 +90,9 @@ MODELS: dict[str, Callable[[], Program]] = {
     "eagle chain": lambda: drafting(DraftEagle(), UnrollDraft(), FuseDraft()),
     "falcon": lambda: drafting(DraftFalcon()),
     "model": lambda: drafting(DraftModel(model="same")),
+    "nested": lambda: (
+        CutDraft(exits=(1,), threshold=0.1).run(drafting(DraftModel(model="same"))).program
+    ),
     "staged": lambda: drafting(DraftModel(model="same", drafter="suffix(tokens=4)")),
 }
 
@@ -173,7 +177,7 @@ def rows_held(executable: Any) -> dict[str, torch.Tensor]:
     """Of the one text that lies in the buffers, the rows that a drafter takes for good."""
     conversation = Conversations.of(executable).lying[0]
     assert conversation is not None
-    made = next((int(n) for name, n in conversation.memo.items() if n.dim() == 0), 0)
+    made = next((int(n) for name, n in conversation.memo.items() if n.numel() == 1), 0)
     rows = executable.read_rows(list(executable.program.states), 0, 0, conversation.rows)
     own = [name for name in rows if not name.startswith("kv.")]
     assert 20 < made <= conversation.rows and own

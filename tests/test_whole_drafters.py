@@ -19,10 +19,12 @@ from graftwork.passes.drafting.chimera.graph import DraftChimera
 from graftwork.passes.drafting.diffusion.graph import DraftDiffusion
 from graftwork.passes.drafting.draft_clover1 import DraftClover1
 from graftwork.passes.drafting.draft_eagle import DraftEagle
+from graftwork.passes.drafting.draft_layers import DraftLayers
 from graftwork.passes.drafting.falcon.graph import DraftFalcon
 from graftwork.passes.drafting.glide.graph import DraftGlide
 from graftwork.passes.drafting.hidden_transfer.graph import DraftHiddenTransfer
 from graftwork.passes.drafting.mixture.graph import DraftMixture
+from graftwork.passes.drafting.nested.graph import CutDraft
 from graftwork.training import FitState, fit
 from graftwork.training.fit import accepted_per_step
 from graftwork.training.net import trainable
@@ -45,6 +47,10 @@ CASES = {
     "mixture": Case((DraftMixture(levels=3, block=3, longest=3),), BEST, "mixture_of_attentions"),
     "hidden_transfer": Case(
         (DraftHiddenTransfer(after=4, layers=(1, 2, 2)),), BEST, "hidden_transfer"
+    ),
+    "layers": Case((DraftLayers(count=3, levels=3),), BEST, "s2d"),
+    "nested": Case(
+        (DraftLayers(count=3, levels=4),), CHAIN, "s2d", (CutDraft(exits=(1, 2), threshold=0.1),)
     ),
 }
 BACKENDS = ["eager", "onnxruntime:cpu:float32", "torch:cpu:float32"]

@@ -28,16 +28,18 @@ SAID, LENGTH = [0, 1, 2, 0], 5
 
 @dataclass(frozen=True)
 class Case:
-    """A drafter's passes, and a tree that is worth drawing; recipe: the bundled one."""
+    """A drafter's passes, and a tree that is worth drawing; recipe: the bundled one. behind: passes
+    that come when everything else is done."""
 
     passes: tuple[Pass, ...]
     tree: Pass
     recipe: str
+    behind: tuple[Pass, ...] = ()
 
     def program(self, *more: Pass, tree: Pass | None = None, start: Program | None = None) -> Any:
         """A tiny model that drafts so, as recipes make it. tree: another one."""
         last = (InsertKvCache(), AcceptTrees(), PickLogits(), AddArgmax(), tree or self.tree)
-        steps = [Step(each) for each in (*self.passes, *more, *last)]
+        steps = [Step(each) for each in (*self.passes, *more, *last, *self.behind)]
         return run_passes(start or tiny_llama(4), steps)[0]
 
     def model(self) -> Model:

@@ -96,7 +96,7 @@ class CutDepth(Pass):
                 f"step={plan.step.brief}: leave the other pass out that changes it, such as "
                 f"fuse_draft, or set its prefill='same' (skip_layers, read_sparse, read_chunks)"
             )
-        cutter = _Cutter(step.copy(), self.name)
+        cutter = Cutter(step.copy(), self.name, STREAM)
         exits = self._exits(cutter)
         within = tuple(sorted(cutter.blocks)) if self.sublayers else ()
         parts = cutter.parts(exits, within)
@@ -114,7 +114,7 @@ class CutDepth(Pass):
         cut = program.replace(functions=functions, states=states, plan=replace(plan, step=record))
         return Outcome(cut, len(exits) + len(within))
 
-    def _exits(self, cutter: _Cutter) -> tuple[int, ...]:
+    def _exits(self, cutter: Cutter) -> tuple[int, ...]:
         """Where to cut. Errors: `PassError` for exits that are named twice, and for none."""
         if sum(map(bool, (self.exits, self.every, self.middle))) != 1:
             raise PassError(
@@ -146,10 +146,14 @@ def around(layers: int, share: float) -> tuple[int, ...]:
     return (before, before + inner) if inner > 0 else ()
 
 
-class _Cutter:
-    """Takes a step to pieces. blocks: the values behind its layers, by the layer's number."""
+class Cutter:
+    """Takes a function that ends in a head to pieces. stream: the state between them.
 
-    def __init__(self, fn: Function, owner: str) -> None:
+    blocks: the values behind its layers, by the layer's number. state: the stream. Errors:
+    `PassError` naming `owner` for a function without markers of layers.
+    """
+
+    def __init__(self, fn: Function, owner: str, stream: str) -> None:
         self.fn, self.owner = fn, owner
         sweep(fn)
         self.markers = fn.calls(G.hidden.default)
@@ -158,7 +162,7 @@ class _Cutter:
             raise PassError(f"{owner}: {fn.name} has no graftwork.hidden marker of a block")
         last = type_of(self.markers[-1])
         dims = (Sym("B"), 1, Sym("C"), last.dims[-1])
-        self.state = State(STREAM, TensorType(last.dtype, dims), 0, "hidden")
+        self.state = State(stream, TensorType(last.dtype, dims), 0, "hidden")
 
     def parts(self, exits: Sequence[int], within: Sequence[int]) -> list[Function]:
         """The segments in order, and the head."""
@@ -171,7 +175,8 @@ class _Cutter:
         for index, cut in enumerate(cuts):
             name = f"{self.fn.name}.{index}"
             given = {cuts[index - 1]: _fed_rows} if index else {}
-            part = _piece(self.fn, name, {**outputs[index], STREAM: cut}, given, self.state)
+            made = {**outputs[index], self.state.name: cut}
+            part = _piece(self.fn, name, made, given, self.state)
             self._check_apart(part, cuts[:index], cut)
             parts.append(_writing(part, self.state))
         given = dict.fromkeys(picks, _chosen_rows)
@@ -282,10 +287,10 @@ def _chosen_rows(part: Function, stream: torch.fx.Node) -> torch.fx.Node:
 def _writing(part: Function, state: State) -> Function:
     """The segment, with the values that it returns as the stream written into it."""
     outputs = part.outputs
-    rows = outputs[STREAM]
+    rows = outputs[state.name]
     with part.graph.inserting_before(part.output_node):
         column = part.call(A.unsqueeze.default, rows, 1, site=site_of(rows))
         past = part.input("past")
-        written = part.call(G.cache_write.default, part.input(STREAM), column, past)
-    part.set_outputs({**outputs, STREAM: written})
+        written = part.call(G.cache_write.default, part.input(state.name), column, past)
+    part.set_outputs({**outputs, state.name: written})
     return part
