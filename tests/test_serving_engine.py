@@ -168,7 +168,7 @@ def test_drafts_and_caches_work_as_alone(recipe: str, target: str) -> None:
         assert engine.figures.accepted_tokens > 0 or recipe in UNTAUGHT
 
 
-UNTAUGHT = ("medusa", "eagle2", "eagle_chain")
+UNTAUGHT = ("medusa", "eagle2", "eagle_chain", "s2d")
 """Recipes whose heads nobody has trained: what they draft is chance."""
 
 
@@ -177,6 +177,7 @@ UNTAUGHT = ("medusa", "eagle2", "eagle_chain")
     [
         ("draft_model", "onnxruntime"),
         ("eagle_chain", "onnxruntime"),
+        ("s2d", "onnxruntime"),
         ("eagle2", "eager"),
         pytest.param("eagle2", "onnxruntime", marks=pytest.mark.long),
         pytest.param("draft_model", "torch", marks=pytest.mark.long),
@@ -266,7 +267,7 @@ def test_a_call_for_several_drafts_that_fails_ends_their_requests(
     engine.close()
 
 
-@pytest.mark.parametrize("recipe", ["draft_model", "eagle2"])
+@pytest.mark.parametrize("recipe", ["draft_model", "eagle2", "s2d"])
 def test_drafts_go_on_from_kept_rows_up_to_the_end(recipe: str) -> None:
     """A turn of a conversation in a slot, whose draft's rows are there; drafts at the end of the
     context need no memory beyond what the slots began with."""
