@@ -155,8 +155,10 @@ class _Reader:
         return self._finite(state.name, held)
 
     def _memo(self, name: str, most: int) -> torch.Tensor:
-        """What a drafter keeps: a number of rows, or features of some tokens."""
+        """What a drafter keeps: a number of rows, features of some tokens, or its own tokens."""
         held = self._tensor(name)
+        if held.dtype == torch.int64 and held.dim() == 1:  # compared with others, and not used
+            return held
         if held.dtype == torch.int64 and held.dim() == 0:
             if not 0 <= int(held) <= most:
                 raise self._wrong(f"{name}={int(held)}, expected 0 to {most}")

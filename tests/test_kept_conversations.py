@@ -177,7 +177,7 @@ def rows_held(executable: Any) -> dict[str, torch.Tensor]:
     """Of the one text that lies in the buffers, the rows that a drafter takes for good."""
     conversation = Conversations.of(executable).lying[0]
     assert conversation is not None
-    made = next((int(n) for name, n in conversation.memo.items() if n.numel() == 1), 0)
+    made = next((int(n) for name, n in conversation.memo.items() if n.dim() == 0), 0)
     rows = executable.read_rows(list(executable.program.states), 0, 0, conversation.rows)
     own = [name for name in rows if not name.startswith("kv.")]
     assert 20 < made <= conversation.rows and own

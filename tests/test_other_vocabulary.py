@@ -372,6 +372,13 @@ def test_a_conversation_goes_on(
     assert torch.equal(anew.sequences, again.sequences)
     assert anew.stats.accepted_tokens == again.stats.accepted_tokens
     assert rows.fed > kept + 20
+    rows.texts = []
+    model.save_prefix(first, tmp_path / "prefix")
+    model.forget()
+    model.load_prefix(tmp_path / "prefix")
+    rows.texts = []
+    found = model.generate(longer, max_new_tokens=17, **options)
+    assert found.stats.reused_tokens > 40 and torch.equal(found.sequences, anew.sequences)
 
 
 @pytest.mark.parametrize("name", ["token_intersection", "universal_assisted"])

@@ -80,7 +80,9 @@ def test_scoring_in_between_leaves_a_conversation_alone() -> None:
 @pytest.mark.parametrize(
     "backend", ["eager", "onnxruntime", pytest.param("torch", marks=pytest.mark.long)]
 )
-@pytest.mark.parametrize("name", mostly_long(["plain", "eagle", "snapkv"], ["plain", "eagle"]))
+@pytest.mark.parametrize(
+    "name", mostly_long(["plain", "eagle", "nested", "snapkv"], ["plain", "nested"])
+)
 def test_a_prefix_goes_to_a_file_and_comes_back(name: str, backend: str, tmp_path: Path) -> None:
     if backend == "torch" and name != "plain":
         pytest.skip("compiled once: the rows of a draft are read and written by the same code")

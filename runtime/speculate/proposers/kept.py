@@ -117,10 +117,13 @@ class KeepingProposer(Proposer):
                 sequence.commit(tokens)
 
     def keep(self, index: int, fed: int) -> Memo:
-        """kept: i64[parts], how many rows of the text are made."""
+        """kept.0 and so on: i64, how many rows of the text each part has."""
         sequence = self.sequences[index]
-        rows = [min(rows, len(sequence.tokens)) for rows in sequence.rows]
-        return {**super().keep(index, fed), "kept": torch.tensor(rows)}
+        made = {
+            f"kept.{part}": torch.tensor(min(rows, len(sequence.tokens)))
+            for part, rows in enumerate(sequence.rows)
+        }
+        return {**super().keep(index, fed), **made}
 
     def reach(self, memo: Memo, count: int) -> int:
         """What rows are lacking is made of the text's tokens."""
@@ -128,7 +131,9 @@ class KeepingProposer(Proposer):
 
     def resume(self, index: int, memo: Memo, count: int) -> None:
         if memo:
-            self.sequences[index].rows = [min(rows, count) for rows in memo["kept"].tolist()]
+            sequence = self.sequences[index]
+            made = [int(memo[f"kept.{part}"]) for part in range(len(sequence.rows))]
+            sequence.rows = [min(rows, count) for rows in made]
         super().resume(index, memo, count)
 
     def bring_up(self, usual: int) -> bool:
