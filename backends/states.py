@@ -101,6 +101,13 @@ class StateBuffers:
         self.held = program.plan.cache.held
         rows, given = program.plan.source.rows, EMBEDS in program.states
         self.source = max(rows, self.context) if given else rows
+        # By function, the class of states that hold every token of a text, whatever others keep.
+        classes = {
+            name: {program.states[state].capacity for state in program.states_of(name)}
+            for name in program.functions
+        }
+        whole = program.plan.cache.whole
+        self.apart = {name: symbol for name, own in classes.items() for symbol in whole & own}
         self.groups = self._groups(program)
         self.parts: WeakSet[SomeSequences] = WeakSet()
 
@@ -134,6 +141,12 @@ class StateBuffers:
         fits = [self._fits(symbol, n) for symbol, n in self.capacities.items()]
         sizes = [rows for rows in fits if rows is not None]
         return min(sizes, default=self.limit if self.batch else 0)
+
+    def room(self, function: str) -> int:
+        """Rows of a text that the states of a function have room for, and others that change with
+        them."""
+        symbol = self.apart.get(function)
+        return self.capacity if symbol is None else self.capacities[symbol]
 
     def _most(self, symbol: str | None) -> int:
         """Rows that a class of states, or all that steps write, may have."""

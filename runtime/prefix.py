@@ -59,7 +59,7 @@ def save_prefix(executable: Executable, ids: torch.Tensor, path: Path) -> int:
         decode(executable, request)
         held = Conversations.of(executable).lying[0]
         assert held is not None
-        states = read_text(executable, 0, held.rows)
+        states = read_text(executable, 0, held.rows, len(held.tokens))
     tensors = {"tokens": torch.tensor(held.tokens)}
     tensors |= {f"state.{name}": rows.contiguous() for name, rows in states.items()}
     tensors |= {f"memo.{name}": kept.contiguous() for name, kept in held.memo.items()}
@@ -111,7 +111,8 @@ class _Reader:
         if position != wanted:
             raise self._wrong(f"position={position}, expected {wanted}")
         own = self.program.states
-        states = {name: self._state(own[name], rows) for name in kept_states(self.program)}
+        counts = rows, len(tokens)
+        states = {name: self._state(own[name], *counts) for name in kept_states(self.program)}
         memo = {
             name.removeprefix("memo."): self._memo(name, len(tokens))
             for name in self.file.keys()  # noqa: SIM118  (the file is not a mapping)
@@ -141,8 +142,9 @@ class _Reader:
             raise self._wrong(f"{name}={text!r}, expected 1 to {most}")
         return int(text)
 
-    def _state(self, state: State, rows: int) -> torch.Tensor:
-        held, rows = self._tensor(f"state.{state.name}"), rows_of(self.program, state.name, rows)
+    def _state(self, state: State, rows: int, tokens: int) -> torch.Tensor:
+        held = self._tensor(f"state.{state.name}")
+        rows = rows_of(self.program, state.name, rows, tokens)
         sizes = {"B": 1, **({state.capacity: rows} if state.capacity else {})}
         whole = state.type.bind(sizes)
         batch = [str(dim) for dim in state.type.dims].index("B")

@@ -16,7 +16,7 @@ import torch
 from handmade import Shape, cached_llama
 from pydantic import ValidationError
 from selection import mostly_long, on_backends, one_in
-from test_runtime_cached import padded, with_itself
+from test_runtime_cached import padded
 from tiny import named, tiny_llama
 
 from graftwork.backends import compile
@@ -41,7 +41,6 @@ from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.caching.quantize_cache import QuantizeCache
 from graftwork.passes.drafting.draft_eagle import DraftEagle
-from graftwork.passes.drafting.draft_model import DraftModel
 from graftwork.passes.drafting.fuse_draft import FuseDraft
 from graftwork.passes.drafting.recycling import RecyclingDraft
 from graftwork.passes.drafting.suffix import SuffixDraft
@@ -462,9 +461,6 @@ def test_what_would_go_wrong_is_refused() -> None:
         EvictCache(budget=24, block=8).run(evicting("norm"))
     with pytest.raises(PassError, match="looks back over chunks of 6"):
         EvictCache(budget=24, block=8).run(cached_llama(Shape(layers=2, context=256, chunk=6)))
-    passes = (DraftModel(model="same"), InsertKvCache(), EvictCache(budget=64))
-    with pytest.raises(PassError, match=r"draft inside the step \(unroll_draft, fuse_draft\)"):
-        run_passes(with_itself(context=256), [Step(p) for p in passes])
 
 
 def test_a_window_that_is_taken_for_a_whole_cache_is_refused() -> None:

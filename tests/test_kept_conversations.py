@@ -90,6 +90,11 @@ MODELS: dict[str, Callable[[], Program]] = {
     "eagle chain": lambda: drafting(DraftEagle(), UnrollDraft(), FuseDraft()),
     "falcon": lambda: drafting(DraftFalcon()),
     "model": lambda: drafting(DraftModel(model="same")),
+    "model, snapkv": lambda: (
+        EvictCache(method="snapkv", budget=32, block=8, recent=8)
+        .run(drafting(DraftModel(model="same")))
+        .program
+    ),
     "nested": lambda: (
         CutDraft(exits=(1,), threshold=0.1).run(drafting(DraftModel(model="same"))).program
     ),

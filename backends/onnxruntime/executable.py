@@ -161,7 +161,7 @@ class OnnxExecutable(StatefulExecutable):
         """Who takes a call, and how; there is room for it."""
         made = self._made[function]
         route = self._routers[function].route(inputs, made)
-        if route.rows + route.overhang > self.buffers.capacity:
+        if route.rows + route.overhang > self.buffers.room(function):
             self._make_room(function, route)
         step = made.get(route.variant)
         if step is None:
@@ -185,12 +185,14 @@ class OnnxExecutable(StatefulExecutable):
         return variant in COUNTED and is_repeatable(self.program.function(function))
 
     def _make_room(self, function: str, route: Route) -> None:
-        if route.rows > self.buffers.capacity:
+        room = self.buffers.room(function)
+        if route.rows > room:
             raise InputError(
-                f"{function}: the step needs {route.rows} cache rows and there are "
-                f"{self.buffers.capacity}; call reserve({route.rows}) first"
+                f"{function}: the step needs {route.rows} cache rows and there are {room}; call "
+                f"reserve({route.rows}) first"
             )
-        self.buffers.reserve(route.rows + route.overhang)  # for what nobody asked for
+        # For what nobody asked for.
+        self.buffers.reserve(route.rows + route.overhang, self.buffers.apart.get(function))
 
     def _refused(self, node: torch.fx.Node) -> bool:
         """Whether the target has no kernel for a call that other targets have one for."""

@@ -52,14 +52,15 @@ class RepeatedCall:
             self.binding = None
             results = step.run(route.feeds, self.fetch)
             return step.first_column(results) if route.widened else results
-        binding = self.binding = _Binding(step, route, self.fetch)
+        room = self.states.room(self.function)
+        binding = self.binding = _Binding(step, route, self.fetch, room)
         return binding.run()
 
 
 class _Binding:
-    """A step bound to the tensors of one call."""
+    """A step bound to the tensors of one call. room: rows of a text that its states hold."""
 
-    def __init__(self, step: Step, route: Route, fetch: Sequence[str]) -> None:
+    def __init__(self, step: Step, route: Route, fetch: Sequence[str], room: int) -> None:
         self.step, self.fetch, self.epoch = step, fetch, step.states.epoch
         self.past: memoryview | None = None
         self.counts: Counts | None = None
@@ -67,9 +68,9 @@ class _Binding:
         if route.rows:
             past = self.past = feeds["past"].numpy().data
             self.width, self.variant = route.rows - max(past), route.variant
-            self.most = step.states.capacity - self.width - route.overhang
+            self.most = room - self.width - route.overhang
             # What is recorded is for as many rows as there may be.
-            self.total = step.states.capacity if step.records else None
+            self.total = room if step.records else None
             if SEQLENS in feeds:
                 self.counts = Counts()
                 feeds.update(self._counted(max(past)))

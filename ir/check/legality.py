@@ -82,6 +82,7 @@ def _unmet(program: Program) -> Iterator[tuple[str, str]]:
             "",
         )
     yield from ((fault, "") for fault in _unshared(program))
+    yield from ((fault, "") for fault in _unkept(program))
     yield from ((fault, "") for fault in _misfits(plan))
 
 
@@ -103,6 +104,22 @@ def _unshared(program: Program) -> Iterator[str]:
                     f"{what}, and cache={plan.cache.brief} does not keep them all where they are: "
                     f"leave one of the two out, or draft by a layer of its own, such as eagle2"
                 )
+
+
+def _unkept(program: Program) -> Iterator[str]:
+    """States of drafts that are among those that lose rows where they must not, or are apart from
+    them where the step makes the draft."""
+    plan = program.plan
+    if not plan.cache.whole:
+        return
+    for leaf in plan.draft.leaves:
+        own = {name for fn in leaf.cached for name in program.states_of(fn)}
+        apart = {program.states[name].capacity in plan.cache.whole for name in own}
+        if own and apart != {not leaf.in_step}:
+            yield (
+                f"draft={leaf.brief} came to the program behind cache={plan.cache.brief}, which "
+                f"does not know its states: run the passes that make drafts first"
+            )
 
 
 def _uncut(plan: DecodePlan, part: DraftRecord | DepthRecord) -> Iterator[tuple[str, str]]:
@@ -144,7 +161,8 @@ def _misfits(plan: DecodePlan) -> Iterator[str]:
     if plan.step.ahead:
         yield from _unread(plan)
     for leaf in draft.leaves:
-        if not plan.cache.aligned and leaf.cached and not leaf.in_step:
+        apart = not plan.cache.aligned and not plan.cache.whole
+        if apart and leaf.cached and not leaf.in_step:
             keeps = f"keeps {plan.cache.most} rows at most"
             if plan.cache.most is None:
                 keeps = APART

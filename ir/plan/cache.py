@@ -11,7 +11,7 @@ from ..support.errors import InputError
 from .base import Record, Returned, record
 from .bounds import Budgets, Context, Filled, Nodes, Place
 from .contract import Contract
-from .held import First, Groups, Held, Latest, Together
+from .held import First, Groups, Held, Latest, Texts, Together
 
 if TYPE_CHECKING:  # a plan holds records, and their methods take plans
     from .decode import DecodePlan
@@ -59,6 +59,11 @@ class CacheRecord(Record):
         """Whether states that steps write hold a text's tokens from the first one on, so that
         caches of drafts, which do, may stand beside them."""
         return self.most is None
+
+    @property
+    def whole(self) -> frozenset[str]:
+        """Capacities of states of drafts that hold every token of a text, whatever others keep."""
+        return frozenset(symbol for symbol, held in self.held.items() if isinstance(held, Texts))
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -132,7 +137,8 @@ class Evict(CacheRecord):
     and, for an opening, after the first block: before that it changes nothing. capacities: of
     layers that are left fewer rows, and budgets: how many; always is then set. opening: that of
     states with the queries of the first `opening_rows` tokens ("": none). dropped: that of states
-    of `dropped_rows` rows that hold what dropped ones add up to ("": none).
+    of `dropped_rows` rows that hold what dropped ones add up to ("": none). drafts: that of states
+    of drafts, which lose nothing ("": none).
     """
 
     function: Filled[str] = "evict"
@@ -148,6 +154,7 @@ class Evict(CacheRecord):
     opening_rows: Filled[Nodes] = 32
     dropped: Filled[str] = ""
     dropped_rows: Filled[Nodes] = 8
+    drafts: Filled[str] = ""
     kind: ClassVar[str] = "evict"
 
     def check(self) -> None:
@@ -159,7 +166,9 @@ class Evict(CacheRecord):
         if self.window and not _OWN.fullmatch(self.window):
             raise InputError(f"evict: window={self.window!r}, expected a capacity such as C.1")
         more = [name for name in (self.opening, self.dropped) if name]
-        own, named = [*self.capacities, self.window, *more], [*self.capacities, *more]
+        drafts = [self.drafts] * bool(self.drafts)
+        own, named = [*self.capacities, self.window, *more, *drafts], [*self.capacities, *more]
+        named += drafts
         if len(set(own)) < len(own) or not all(map(_OWN.fullmatch, named)):
             raise InputError(
                 f"evict: capacities={self.capacities}, expected names such as C.2, each once"
@@ -198,6 +207,8 @@ class Evict(CacheRecord):
             first[self.opening] = First(self.opening_rows)
         if self.dropped:
             first[self.dropped] = First(self.dropped_rows)
+        if self.drafts:
+            first[self.drafts] = Texts()
         return {**self.latest, **first}
 
     @property

@@ -89,3 +89,17 @@ class Together(Held):
     def capacity(self, rows: int, rounded: Callable[[int], int]) -> int:
         """See `Held.capacity`: room for more is made by whoever has something to share."""
         return rounded(1)
+
+
+@dataclass(frozen=True)
+class Texts(Held):
+    """The states have a row for every token of a text, whatever others keep of it. They are a
+    draft's, which makes room for them itself."""
+
+    def rows(self, rows: int) -> int:
+        """See `Held.rows`: here `rows` counts the text's tokens."""
+        return rows
+
+    def capacity(self, rows: int, rounded: Callable[[int], int]) -> int:
+        """See `Held.capacity`: how long texts are, the rows of others do not say."""
+        return rounded(1)

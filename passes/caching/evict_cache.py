@@ -20,7 +20,10 @@ After (method "window", budget 1024, block 64, positions "cache")::
 A cache of `budget` + `block` rows is full. Each head of a layer's keys chooses for itself (methods
 that look at all heads say so), or each head of its queries (`heads`). Methods that weigh attention
 keep the queries of the last `block` rows, which the step writes, and h2o a sum a row. A draft's own
-cache, where the step makes the draft, keeps its first rows and its latest.
+cache, where the step makes the draft, keeps its first rows and its latest. Where the draft is made
+by functions of its own, their caches keep every row, in buffers of their own::
+
+    state eagle.kv.8.key: f32[B,G,C.1001,D] layer=8 part="key"
 
 positions: "absolute", rows keep the positions of the text, which ends at the model's context; or
 "cache", a row's position is its place among the rows of its own layer, so that texts may be
@@ -55,9 +58,9 @@ from ..policies import builds
 from .budgets.base import BUDGETS, alike
 from .cached_rows import Written, written
 from .contents import LearnedContents, RecordedContents
-from .evict_function import OPENING, WINDOW, Builder
+from .evict_function import DRAFTS, OPENING, WINDOW, Builder
 from .evict_settings import Settings
-from .layer_budgets import narrow, narrowed
+from .layer_budgets import narrow, narrowed, with_rows_of
 from .query_heads import by_query_head
 from .scores.base import SCORES
 from .scores.window import window
@@ -132,7 +135,8 @@ class EvictCache(LearnedContents, RecordedContents):
         )
         self.refuse_shared(program)
         functions = {name: fn.copy() for name, fn in program.functions.items()}
-        writes = list(self._writes(functions, program))
+        kept = _apart(program)
+        writes = list(self._writes(functions, program, kept))
         if not writes:
             return Outcome(program, 0, "no function writes keys and values into caches")
         own = [write for write in writes if program.step.has_input(write.names[0])]
@@ -143,6 +147,9 @@ class EvictCache(LearnedContents, RecordedContents):
             )
         settings = Settings.of(self, self.made(), program, own, windows)
         states = dict(program.states)
+        states.update({name: narrowed(states[name], DRAFTS) for name in kept})
+        for fn in functions.values():
+            with_rows_of(fn, [states[name] for name in kept])
         remarks: tuple[str, ...] = ()
         if self.heads == "own":
             chosen = [write for write in own if write.window is None]
@@ -167,13 +174,17 @@ class EvictCache(LearnedContents, RecordedContents):
             budgets=tuple(classes.values()),
             opening=OPENING if settings.asks_opening else "",
             opening_rows=self.opening,
+            drafts=DRAFTS if kept else "",
         )
         plan = replace(program.plan, cache=record)
         made = program.replace(functions=functions, states=states, plan=plan)
         return Outcome(made, len(writes), remarks=remarks)
 
-    def _writes(self, functions: dict[str, Function], program: Program) -> Iterator[Written]:
-        """Of each layer with a cache the first write; of the target's, from its plain step."""
+    def _writes(
+        self, functions: dict[str, Function], program: Program, kept: frozenset[str]
+    ) -> Iterator[Written]:
+        """Of each layer with a cache that is not kept whole the first write; of the target's, from
+        its plain step."""
         self.refuse_places(program, "which rows that were dropped would shift")
         for fn in functions.values():
             self.refuse(
@@ -181,7 +192,7 @@ class EvictCache(LearnedContents, RecordedContents):
                 f"{fn.name} reads picked rows of caches, and no attention reads all: leave out "
                 f"the pass that picks, or this one",
             )
-        seen: set[str] = set()
+        seen = set(kept)
         step = program.step.name
         first = sorted(
             functions.values(), key=lambda fn: (fn.name != step, fn.role is not Role.TARGET)
@@ -199,6 +210,14 @@ class EvictCache(LearnedContents, RecordedContents):
                 yield write
         lost = [n for n, s in program.states.items() if s.grows and n not in seen]
         self.refuse(bool(lost), f"no attention reads {', '.join(lost)} as keys and values")
+
+
+def _apart(program: Program) -> frozenset[str]:
+    """States of functions that draft and that no step reads."""
+    read = {name for step in program.plan.step.variants for name in program.states_of(step)}
+    drafts = (fn for leaf in program.plan.draft.leaves for fn in leaf.cached)
+    own = {name for fn in drafts for name in program.states_of(fn)}
+    return frozenset(name for name in own - read if program.states[name].grows)
 
 
 def _since(settings: Settings) -> int:

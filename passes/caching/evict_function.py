@@ -31,7 +31,7 @@ from .scores.base import RowScore
 from .scores.window import window
 
 A, G = torch.ops.aten, torch.ops.graftwork
-WINDOW, OPENING = "C.1", "C.1000"
+WINDOW, OPENING, DRAFTS = "C.1", "C.1000", "C.1001"
 
 
 @dataclass

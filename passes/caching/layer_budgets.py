@@ -32,9 +32,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.fx
+from torch.fx.node import map_aggregate
 
 from ...ir import Function, PassError, Program, State, Sym, TensorType, arguments, site_of, type_of
 from ...ir.rewrite.cleanup import sweep
@@ -48,6 +50,25 @@ def narrowed(state: State, symbol: str) -> State:
     """The state with another capacity."""
     dims = tuple(Sym(symbol) if str(dim) == state.capacity else dim for dim in state.type.dims)
     return replace(state, type=TensorType(state.type.dtype, dims))
+
+
+def with_rows_of(fn: Function, states: Collection[State]) -> None:
+    """Give a function whose states these are their capacity, in place. states: as they are to be;
+    those that it has, all of one capacity, or none."""
+    own = [state for state in states if fn.has_input(state.name)]
+    if not own:
+        return
+    for state in own:
+        fn.input(state.name).meta["type"] = state.type
+    rows = Sym(str(own[0].capacity))
+
+    def renamed(arg: Any) -> Any:
+        return rows if isinstance(arg, Sym) and str(arg) == "C" else arg
+
+    for node in fn.calls():
+        node.args = map_aggregate(node.args, renamed)
+        node.kwargs = map_aggregate(node.kwargs, renamed)
+    fn.retype()
 
 
 def rows_before(fn: Function, budget: int, block: int) -> torch.fx.Node:

@@ -147,13 +147,14 @@ def around(layers: int, share: float) -> tuple[int, ...]:
 
 
 class Cutter:
-    """Takes a function that ends in a head to pieces. stream: the state between them.
+    """Takes a function that ends in a head to pieces. stream: the state between them, of a class of
+    states with a row for each token (`State.capacity`).
 
     blocks: the values behind its layers, by the layer's number. state: the stream. Errors:
     `PassError` naming `owner` for a function without markers of layers.
     """
 
-    def __init__(self, fn: Function, owner: str, stream: str) -> None:
+    def __init__(self, fn: Function, owner: str, stream: str, capacity: str = "C") -> None:
         self.fn, self.owner = fn, owner
         sweep(fn)
         self.markers = fn.calls(G.hidden.default)
@@ -161,7 +162,7 @@ class Cutter:
         if not self.blocks:
             raise PassError(f"{owner}: {fn.name} has no graftwork.hidden marker of a block")
         last = type_of(self.markers[-1])
-        dims = (Sym("B"), 1, Sym("C"), last.dims[-1])
+        dims = (Sym("B"), 1, Sym(capacity), last.dims[-1])
         self.state = State(stream, TensorType(last.dtype, dims), 0, "hidden")
 
     def parts(self, exits: Sequence[int], within: Sequence[int]) -> list[Function]:

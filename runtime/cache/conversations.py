@@ -199,7 +199,10 @@ class Conversations:
         rows, program = conversation.rows_at(start.count), executable.program
         own = rows - cache.shared
         executable.reserve(max(own, 1))
-        held = {n: _first_rows(program, n, t, rows) for n, t in conversation.states.items()}
+        make_room(executable, start.count)
+        held = {
+            n: _first_rows(program, n, t, rows, start.count) for n, t in conversation.states.items()
+        }
         if cache.shared:
             axes = {name: _row_axis(program, name) for name in held}
             if slot == 0:
@@ -211,7 +214,9 @@ class Conversations:
         """Copy a conversation's rows out of the buffers, and keep them as long as there is room."""
         if len(conversation.tokens) < LEAST:
             return
-        conversation.states = read_text(executable, slot, conversation.rows)
+        conversation.states = read_text(
+            executable, slot, conversation.rows, len(conversation.tokens)
+        )
         self.store(conversation)
 
     def store(self, conversation: Conversation) -> None:
@@ -260,17 +265,26 @@ def kept_states(program: Program) -> list[str]:
     return [n for n, s in program.states.items() if s.capacity != SOURCE and not s.together]
 
 
-def rows_of(program: Program, state: str, rows: int) -> int:
-    """Rows that a state holds of a text for which others hold `rows`."""
+def rows_of(program: Program, state: str, rows: int, tokens: int) -> int:
+    """Rows that a state holds of a text of so many tokens for which others hold `rows`."""
     symbol = program.states[state].capacity or ""
     held = program.plan.cache.held.get(symbol)
-    return rows if held is None else held.rows(rows)
+    if held is None:
+        return rows
+    return held.rows(tokens if symbol in program.plan.cache.whole else rows)
 
 
-def read_text(executable: Executable, slot: int, rows: int) -> dict[str, torch.Tensor]:
-    """All that the states hold of a sequence."""
+def make_room(executable: Executable, tokens: int) -> None:
+    """Let states that hold every token of a text, whatever others keep, hold so many."""
+    for symbol in executable.program.plan.cache.whole:
+        executable.reserve(max(tokens, 1), symbol)
+
+
+def read_text(executable: Executable, slot: int, rows: int, tokens: int) -> dict[str, torch.Tensor]:
+    """All that the states hold of a sequence of so many tokens, for which most hold `rows`."""
     program = executable.program
-    counts = {name: rows_of(program, name, rows) for name in kept_states(program)}
+    make_room(executable, tokens)
+    counts = {name: rows_of(program, name, rows, tokens) for name in kept_states(program)}
     found: dict[str, torch.Tensor] = {}
     for count in set(counts.values()):
         names = [name for name, n in counts.items() if n == count]
@@ -278,9 +292,11 @@ def read_text(executable: Executable, slot: int, rows: int) -> dict[str, torch.T
     return found
 
 
-def _first_rows(program: Program, name: str, held: torch.Tensor, rows: int) -> torch.Tensor:
+def _first_rows(
+    program: Program, name: str, held: torch.Tensor, rows: int, tokens: int
+) -> torch.Tensor:
     """The first rows of what `read_text` gave of a state."""
-    return held.narrow(_row_axis(program, name), 0, rows_of(program, name, rows))
+    return held.narrow(_row_axis(program, name), 0, rows_of(program, name, rows, tokens))
 
 
 def _row_axis(program: Program, name: str) -> int:

@@ -34,7 +34,7 @@ def take_over(
         if held is None:
             executable.take_over(names, source, start, stop)
         else:
-            rows = [rows_of(executable.program, names[0], count) for count in stop]
+            rows = [rows_of(executable.program, names[0], count, count) for count in stop]
             executable.take_over(names, source, [0] * len(texts), rows)
     were = {one: (texts[one].tokens, texts[one].rows, texts[one].position) for one in source}
     for index in moved:

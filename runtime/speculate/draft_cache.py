@@ -142,6 +142,11 @@ class DraftCache:
         self.takes = {str(node.target) for node in fn.inputs}
         self.fetch = tuple(name for name in (*CHOSEN, "draft_odds", *STATES) if name in fn.outputs)
         self.widths = executable.widths(function)
+        # Where the target's rows are dropped, those of drafts have room of their own.
+        program = executable.program
+        rows = {program.states[name].capacity for name in program.states_of(function)}
+        self.apart = next(iter(rows & program.plan.cache.whole), None)
+        self.room = 0
         self.widest = CHUNK if self.widths.more else self.widths.each[-1]
 
     def run(
@@ -177,8 +182,12 @@ class DraftCache:
                 f"run the pass accept_trees, or draft a chain"
             )
         rows = max(asked.past) + width + self.ahead
-        if rows > self.executable.capacity:
+        if self.apart is None and rows > self.executable.capacity:
             self.executable.reserve(rows)
+        elif self.apart is not None and rows > self.room:
+            # Doubling keeps the copying of grown caches linear in the length of the text.
+            self.room = max(rows, min(2 * self.room, self.executable.limit))
+            self.executable.reserve(self.room, self.apart)
         call = self._call(batch, width, select.shape[1], ancestors is not None)
         given = {name: getattr(asked, name) for name in ("tokens", "positions", "past", "select")}
         given |= {} if asked.seen is None else {SEEN: asked.seen}

@@ -70,7 +70,9 @@ class CutDraft(RecordPass):
             )
         draft = program.function(whole.function)
         self._check_states(program, draft)
-        cutter = Cutter(draft.copy(), self.name, f"{draft.name}.stream")
+        apart = {program.states[name].capacity for name in program.states_of(draft.name)}
+        rows = next(iter(program.plan.cache.whole & apart), "C")
+        cutter = Cutter(draft.copy(), self.name, f"{draft.name}.stream", rows)
         layers = sorted(cutter.blocks)
         exits = self.exits or usual_exits(len(layers))
         if any(not 0 < exit < len(layers) for exit in exits) or len(set(exits)) < len(exits):
