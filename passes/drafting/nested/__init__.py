@@ -73,14 +73,13 @@ class NestedDraft(LearningDraft):
 @PROPOSERS.register(NestedDraft)
 class NestedProposer(KeepingProposer):
     """The rows that a token lacks in later parts are made with those of the next one that goes as
-    deep, in one call. decided: predictions so far, by the parts that they took."""
+    deep, in one call."""
 
     record: NestedDraft
 
     def __init__(self, record: NestedDraft, setting: Setting) -> None:
         super().__init__(record, setting, record.functions)
         self.head = DraftCache(self.executable, record.head)
-        self.decided = [0] * len(record.functions)
 
     def sequence(self, prompt: Sequence[int]) -> KeptSequence:
         return KeptSequence(prompt, len(self.record.functions))
@@ -105,32 +104,21 @@ class NestedProposer(KeepingProposer):
 
     def _deepen(self, part: int, asking: Sequence[bool]) -> None:
         """Make the rows that those who ask lack in a part, up to the path's end."""
-        ends = [
-            len(sequence.known) if asks else 0
-            for sequence, asks in zip(self.sequences, asking, strict=True)
-        ]
+        ends = [s.size if asks else 0 for s, asks in zip(self.sequences, asking, strict=True)]
         self._catch_up(ends, 0, part)
 
     def _decide(self, part: int, asking: Sequence[bool]) -> list[bool]:
         """Ask the head of those who ask; which of them are not sure."""
         last = part == len(self.caches) - 1
-        past = [
-            len(sequence.known) - 1 if asks else 0
-            for sequence, asks in zip(self.sequences, asking, strict=True)
-        ]
+        past = [s.size - 1 if asks else 0 for s, asks in zip(self.sequences, asking, strict=True)]
         places = np.array(past, dtype=np.int64)[:, None]
         nothing = np.zeros_like(places)
-        made = level_of(self.head.run(nothing, places, past, nothing), self.words)
+        words = self.executable.program.info.vocab_size
+        made = level_of(self.head.run(nothing, places, past, nothing), words)
         asks_on = []
         for index, (sequence, asks) in enumerate(zip(self.sequences, asking, strict=True)):
             sure = last or float(np.exp(made.scores[index, 0, 0])) >= self.record.threshold
             if asks and sure:
                 sequence.ready = places_of(made, index)
-                self.decided[part] += 1
             asks_on.append(asks and not sure)
         return asks_on
-
-    @property
-    def words(self) -> int:
-        """The target's tokens."""
-        return self.executable.program.info.vocab_size

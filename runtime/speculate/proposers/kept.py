@@ -52,6 +52,11 @@ class KeptSequence:
         return [*self.tokens, *self.path]
 
     @property
+    def size(self) -> int:
+        """Tokens of both."""
+        return len(self.tokens) + len(self.path)
+
+    @property
     def end(self) -> int:
         """The first row behind all that is still needed."""
         return self.rows[0]
@@ -179,7 +184,7 @@ class KeepingProposer(Proposer):
 
     def _ask(self) -> None:
         """Ask for the sequences whose next prediction is not there."""
-        asking = [s.open and not s.ready and len(s.known) <= self.limit for s in self.sequences]
+        asking = [s.open and not s.ready and s.size <= self.limit for s in self.sequences]
         if any(asking):
             self.steps += 1
             self.ask(asking)

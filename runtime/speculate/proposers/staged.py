@@ -91,13 +91,13 @@ class StagedProposer(KeepingProposer):
         whole = level_of(outputs, self.executable.program.info.vocab_size)
         for index, ((sequence, asks), guess) in enumerate(zip(pairs, guesses, strict=True)):
             if asks and sequence.alive:
-                sequence.rows[0] = len(sequence.known)
+                sequence.rows[0] = sequence.size
                 sequence.guesses = list(guess)
                 sequence.ready = places_of(whole, index)[: 1 + len(guess)]
 
     def _room(self, sequence: _Sequence) -> int:
         """Guesses that might be asked for."""
-        have = len(sequence.known)
+        have = sequence.size
         levels = self.levels - 1 - len(sequence.path)
         return max(0, min(levels, self.limit - have, self.widest - have + sequence.rows[0]))
 
