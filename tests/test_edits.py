@@ -117,13 +117,13 @@ def test_rows_behind_an_edit_are_the_old_ones_turned(shape):
     new = [*old[:20], 7, 8, 9, *old[25:]]
     executable = compile(made, Target("eager"))
     said(executable, old, tokens=1)
-    before = read_text(executable, 0, 60)
+    before = read_text(executable, 0, 60, 60)
     _, stats = said(executable, [*new, 3, 4], tokens=1)
-    after = read_text(executable, 0, 60)
+    after = read_text(executable, 0, 60, 60)
     assert (stats.turned_tokens, stats.reused_tokens) == (35, 20 + 35)
     other = compile(made, Target("eager"))
     said(other, [*new, 3, 4], tokens=1)
-    computed = read_text(other, 0, 60)
+    computed = read_text(other, 0, 60, 60)
     cos, sin = (made.weights[name].load() for name in ("cos", "sin"))
     for name, rows in after.items():
         torch.testing.assert_close(rows[:, :23], computed[name][:, :23])

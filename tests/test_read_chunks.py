@@ -135,7 +135,7 @@ def test_as_many_rows_as_there_are_change_nothing(backend):
 def test_what_is_held_of_whole_blocks_are_their_landmarks():
     executable = compile(chunked(), Target("eager"))
     said(executable, text(3, 60), tokens=20)  # 79 rows are fed: four blocks, and 15 more
-    held = read_text(executable, 0, 79)
+    held = read_text(executable, 0, 79, 79)
     for layer in range(SHAPE.layers):
         keys, marks = held[f"kv.{layer}.key"], held[f"kv.{layer}.marks"]
         want = keys[:, :64].reshape(2, 16, 4, SHAPE.dim).mean(2)
