@@ -101,13 +101,8 @@ class StateBuffers:
         self.held = program.plan.cache.held
         rows, given = program.plan.source.rows, EMBEDS in program.states
         self.source = max(rows, self.context) if given else rows
-        # By function, the class of states that hold every token of a text, whatever others keep.
-        classes = {
-            name: {program.states[state].capacity for state in program.states_of(name)}
-            for name in program.functions
-        }
-        whole = program.plan.cache.whole
-        self.apart = {name: symbol for name, own in classes.items() for symbol in whole & own}
+        wholes = ((name, program.whole_rows(name)) for name in program.functions)
+        self.apart = {name: symbol for name, symbol in wholes if symbol is not None}
         self.groups = self._groups(program)
         self.parts: WeakSet[SomeSequences] = WeakSet()
 

@@ -184,6 +184,12 @@ class Program:
         read = {node.target for node in self.function(function).inputs}
         return tuple(name for name in self.states if name in read)
 
+    def whole_rows(self, function: str) -> str | None:
+        """The capacity of a function's states that hold every token of a text, whatever the cache
+        drops of it; None: it has none of these."""
+        own = {self.states[name].capacity for name in self.states_of(function)}
+        return next(iter(self.plan.cache.whole & own), None)
+
     def shared_with(self, function: str) -> tuple[str, ...]:
         """The target's states that a function reads which drafts, and does not write."""
         fn = self.function(function)

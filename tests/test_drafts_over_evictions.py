@@ -16,16 +16,19 @@ from tiny import named, tiny_llama
 import graftwork as gw
 from graftwork.backends import compile
 from graftwork.backends.target import Target
-from graftwork.ir import GraftworkError, Program, parse_program, program_text
+from graftwork.ir import GraftworkError, PassError, Program, parse_program, program_text
 from graftwork.ir.check.legality import unmet
 from graftwork.ir.plan import Evict
 from graftwork.model import Model
 from graftwork.passes import Pass
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.drafting.chimera.graph import DraftChimera
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_model import DraftModel
+from graftwork.passes.drafting.glide.graph import DraftGlide
 from graftwork.passes.drafting.nested.graph import CutDraft
+from graftwork.passes.drafting.unroll_draft import UnrollDraft
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.engine.plan_edits import with_plan
 from graftwork.passes.stepping.accept_trees import AcceptTrees
@@ -43,6 +46,8 @@ DRAFTERS: dict[str, tuple[Pass, tuple[Pass, ...]]] = {
     "model": (MODEL, ()),
     "tree of a model": (MODEL, (named("tree_best_first", nodes=6, depth=3, width=2),)),
     "staged": (DraftModel(model="same", levels=5, drafter="suffix(tokens=4)"), ()),
+    "one call a draft": (MODEL, (UnrollDraft(),)),
+    "chimera": (DraftChimera(levels=3), (named("tree_best_first", nodes=6, depth=3, width=2),)),
     "nested": (MODEL, (CutDraft(exits=(1,), threshold=0.15),)),
     "eagle": (DraftEagle(), (named("tree_best_first", nodes=6, depth=3, width=2),)),
 }
@@ -134,6 +139,8 @@ def test_requests_of_a_server_and_saved_programs(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(PassError, match=r"reads a row of .* for every token of the text"):
+        run_passes(with_itself(context=256), [Step(DraftGlide()), *passes("snapkv")])
     program = drafting("model", "snapkv")
     assert isinstance(program.plan.cache, Evict) and program.plan.cache.drafts == "C.1001"
     text = program_text(program)

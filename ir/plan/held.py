@@ -15,6 +15,10 @@ class Held(ABC):
     def rows(self, rows: int) -> int:
         """Rows that may matter of a text of `rows` rows: the first ones of these states."""
 
+    def rows_of(self, rows: int, tokens: int) -> int:
+        """The same of a text of so many tokens, of which others hold `rows`."""
+        return self.rows(rows)
+
     def capacity(self, rows: int, rounded: Callable[[int], int]) -> int:
         """Rows to make room for where texts have `rows`. rounded: what there is for so many."""
         return rounded(self.rows(rows))
@@ -97,8 +101,11 @@ class Texts(Held):
     draft's, which makes room for them itself."""
 
     def rows(self, rows: int) -> int:
-        """See `Held.rows`: here `rows` counts the text's tokens."""
+        """See `Held.rows`: of a text of which nothing was dropped."""
         return rows
+
+    def rows_of(self, rows: int, tokens: int) -> int:
+        return tokens
 
     def capacity(self, rows: int, rounded: Callable[[int], int]) -> int:
         """See `Held.capacity`: how long texts are, the rows of others do not say."""

@@ -267,11 +267,8 @@ def kept_states(program: Program) -> list[str]:
 
 def rows_of(program: Program, state: str, rows: int, tokens: int) -> int:
     """Rows that a state holds of a text of so many tokens for which others hold `rows`."""
-    symbol = program.states[state].capacity or ""
-    held = program.plan.cache.held.get(symbol)
-    if held is None:
-        return rows
-    return held.rows(tokens if symbol in program.plan.cache.whole else rows)
+    held = program.plan.cache.held.get(program.states[state].capacity or "")
+    return rows if held is None else held.rows_of(rows, tokens)
 
 
 def make_room(executable: Executable, tokens: int) -> None:

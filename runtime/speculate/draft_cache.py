@@ -143,10 +143,7 @@ class DraftCache:
         self.fetch = tuple(name for name in (*CHOSEN, "draft_odds", *STATES) if name in fn.outputs)
         self.widths = executable.widths(function)
         # Where the target's rows are dropped, those of drafts have room of their own.
-        program = executable.program
-        rows = {program.states[name].capacity for name in program.states_of(function)}
-        self.apart = next(iter(rows & program.plan.cache.whole), None)
-        self.room = 0
+        self.apart, self.room = executable.program.whole_rows(function), 0
         self.widest = CHUNK if self.widths.more else self.widths.each[-1]
 
     def run(

@@ -28,15 +28,14 @@ next token that goes as deep. The functions are cut as `cut_depth` cuts the step
 Takes any draft that is a model of its own, of the target's tokens: another one (`draft_model`), or
 a copy of some of the target's layers (`draft_layers`). No exits: one behind half of its layers, and
 one behind three quarters. Runs when everything else is done to the draft, but before
-`fuse_residual_norm`. Refuses other drafters, exits where there is no layer or none behind, and
-draft models with recurrences, whose states cannot wait for a token.
+`fuse_residual_norm`. Refuses other drafters, and exits where there is no layer or none behind.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from ....ir import Function, PassError, Program
+from ....ir import PassError, Program
 from ....ir.plan import CachedDraft, DraftRecord
 from ...depth.cut_depth import Cutter, Exits
 from ...engine.base import Effect, Outcome
@@ -69,9 +68,7 @@ class CutDraft(RecordPass):
                 f"before, without a drafter of the model's own"
             )
         draft = program.function(whole.function)
-        self._check_states(program, draft)
-        apart = {program.states[name].capacity for name in program.states_of(draft.name)}
-        rows = next(iter(program.plan.cache.whole & apart), "C")
+        rows = program.whole_rows(draft.name) or "C"
         cutter = Cutter(draft.copy(), self.name, f"{draft.name}.stream", rows)
         layers = sorted(cutter.blocks)
         exits = self.exits or usual_exits(len(layers))
@@ -103,16 +100,6 @@ class CutDraft(RecordPass):
         program = program.replace(functions=functions, states=states)
         program = with_plan(program, draft=program.plan.draft.with_leaves(cut))
         return Outcome(fitting(program, self.name), len(exits))
-
-    def _check_states(self, program: Program, draft: Function) -> None:
-        """Errors: `PassError` for states that a token changes for good."""
-        names = (str(node.target) for node in draft.inputs)
-        for state in (program.states[name] for name in names if name in program.states):
-            if state.recurrent:
-                raise PassError(
-                    f"{self.name}: {draft.name} has the recurrence {state.name}, whose state "
-                    f"cannot wait for a token that leaves early: cut models made of attention"
-                )
 
 
 def usual_exits(layers: int) -> tuple[int, ...]:
